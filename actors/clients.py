@@ -1,0 +1,148 @@
+"""The core protocols over Ray actor handles.
+
+Tensors are results of actor tasks (`num_returns`), so the coordinator owns the references and they outlive the actor
+that made them; they are passed as top-level arguments, so Ray resolves them at the receiver. Everything else is a
+control message and is checked for smuggled tensors, on the way out and on the way back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from services.core.control import refuse_tensors
+from services.core.errors import LongtailError, ServiceLostError, WaitTimeoutError
+from services.core.protocols import Blob, Pending
+from services.core.types import GroupWork, HiddenStateChunk, Prompt, Rollout, TrainBatch
+
+
+class RayCall:
+    """One reference to a control answer. Losing the actor, in whatever way Ray says it, is ServiceLostError."""
+
+    def __init__(self, ref: Any, name: str, method: str) -> None:
+        self.ref = ref
+        self._name = name
+        self.what = f"{name}.{method}"
+
+    def result(self, timeout_s: float) -> Any:
+        try:
+            answer = ray.get(self.ref, timeout=timeout_s)
+        except GetTimeoutError:
+            raise WaitTimeoutError(
+                f"{self.what} did not answer within {timeout_s:.0f} s: see the actor's log"
+            ) from None
+        except RayActorError as error:  # ActorDiedError and ActorUnavailableError are kinds of it
+            raise ServiceLostError(self._name, " ".join(str(error).split())[:300]) from None
+        except RayTaskError as error:
+            if isinstance(error.cause, LongtailError):
+                raise error.cause from None
+            raise
+        refuse_tensors(answer, f"answer of {self.what}")
+        return answer
+
+
+class RayWaiter:
+    """`sleep` passes the time when nothing is outstanding but a timer is."""
+
+    def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._sleep = sleep
+
+    def wait(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[Pending[Any]]:
+        calls: dict[Any, Any] = {p.ref: p for p in pending}  # type: ignore[attr-defined]
+        if not calls:
+            self._sleep(timeout_s)
+            return []
+        ready, _ = ray.wait(list(calls), num_returns=1, timeout=timeout_s)
+        if ready and len(calls) > 1:
+            ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=0)
+        return [calls[ref] for ref in ready]
+
+
+class _Client:
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name = name
+        self._handle = handle
+
+    def process_id(self) -> RayCall:
+        return self._control("process_id")
+
+    def _control(self, method: str, *args: Any) -> RayCall:
+        refuse_tensors(args, f"{self.name}.{method}")
+        return self._call(method, *args)
+
+    def _call(self, method: str, *args: Any) -> RayCall:
+        return RayCall(getattr(self._handle, method).remote(*args), self.name, method)
+
+    def _refs(self, method: str, count: int, *args: Any) -> list[Any]:
+        refs: list[Any] = getattr(self._handle, method).options(num_returns=count).remote(*args)
+        return refs
+
+
+class RayRolloutClient(_Client):
+    def open_epoch(self, epoch: int) -> RayCall:
+        return self._control("open_epoch", epoch)
+
+    def submit(self, work: Sequence[GroupWork], epoch: int) -> RayCall:
+        return self._control("submit", work, epoch)
+
+    def advance(self, budget_s: float, epoch: int) -> RayCall:
+        return self._control("advance", budget_s, epoch)
+
+    def load_policy(self, version: int, blob: Blob, epoch: int) -> RayCall:
+        return self._call("load_policy", version, blob, epoch)
+
+    def load_drafter(self, version: int, blob: Blob, epoch: int) -> RayCall:
+        return self._call("load_drafter", version, blob, epoch)
+
+    def set_strategy(self, name: str | None, epoch: int) -> RayCall:
+        return self._control("set_strategy", name, epoch)
+
+
+class RayDrafterClient(_Client):
+    def initial_state(self) -> tuple[RayCall, Blob]:
+        return self._with_blob("initial_state")
+
+    def begin(self, state: Blob, epoch: int) -> RayCall:
+        return self._call("begin", state, epoch)
+
+    def load_target_head(self, policy_version: int, blob: Blob) -> RayCall:
+        return self._call("load_target_head", policy_version, blob)
+
+    def add_chunk(self, chunk: HiddenStateChunk, blob: Blob) -> RayCall:
+        return self._call("add_chunk", chunk, blob)
+
+    def train(self, budget_s: float, epoch: int) -> RayCall:
+        return self._control("train", budget_s, epoch)
+
+    def snapshot(self, epoch: int) -> tuple[Pending[int], Blob]:
+        return self._with_blob("snapshot", epoch)
+
+    def export(self, state: Blob) -> tuple[Pending[int], Blob]:
+        return self._with_blob("export", state)
+
+    def estimate(self, drafters: dict[str, Blob], blob: Blob) -> RayCall:
+        return self._call("estimate", tuple(drafters), blob, *drafters.values())
+
+    def _with_blob(self, method: str, *args: Any) -> tuple[RayCall, Blob]:
+        count, blob = self._refs(method, 2, *args)
+        return RayCall(count, self.name, method), Blob(blob)
+
+
+class RayPolicyClient(_Client):
+    def train_step(self, batch: TrainBatch) -> tuple[Pending[Any], Pending[Any], Blob]:
+        refuse_tensors(batch, f"{self.name}.train_step")
+        report, chunk, blob = self._refs("train_step", 3, batch)
+        return RayCall(report, self.name, "train_step"), RayCall(chunk, self.name, "train_step"), Blob(blob)
+
+    def publish(self) -> tuple[Pending[int], Blob]:
+        version, blob = self._refs("publish", 2)
+        return RayCall(version, self.name, "publish"), Blob(blob)
+
+
+class RayRewardClient(_Client):
+    def score(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> RayCall:
+        return self._control("score", prompts, rollouts)

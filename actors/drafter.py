@@ -1,0 +1,49 @@
+"""The drafter trainer of one slot as an actor: builds the service and delegates.
+
+Methods that make tensors return them second, so that a caller with `num_returns=2` gets a reference to them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from services.config.schema import ClusterConfig
+from services.core.types import AcceptanceEstimate, DrafterProgress, HiddenStateChunk
+from services.drafter.service import build_drafter_service
+from services.drafter.state import DrafterState, initial_drafter_state
+
+
+class DrafterActor:
+    def __init__(self, config: ClusterConfig, slot: int) -> None:
+        self._config = config
+        self._service = build_drafter_service(config, slot)
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def initial_state(self) -> tuple[int, DrafterState]:
+        return 0, initial_drafter_state(self._config)
+
+    def begin(self, state: DrafterState, epoch: int) -> None:
+        self._service.begin(state, epoch)
+
+    def load_target_head(self, policy_version: int, tensors: Mapping[str, Any]) -> None:
+        self._service.load_target_head(policy_version, tensors)
+
+    def add_chunk(self, chunk: HiddenStateChunk, tensors: list[Any]) -> None:
+        self._service.add_chunk(chunk, tensors)
+
+    def train(self, budget_s: float, epoch: int) -> DrafterProgress:
+        return self._service.train(budget_s, epoch)
+
+    def snapshot(self, epoch: int) -> tuple[int, DrafterState]:
+        return self._service.snapshot(epoch)
+
+    def export(self, state: DrafterState) -> tuple[int, dict[str, Any]]:
+        return self._service.export(state)
+
+    def estimate(self, names: tuple[str, ...], tensors: list[Any], *states: DrafterState) -> list[AcceptanceEstimate]:
+        """States come one by one: Ray resolves references only where they are arguments themselves."""
+        return self._service.estimate(dict(zip(names, states, strict=True)), tensors)

@@ -1,0 +1,24 @@
+"""The policy trainer as an actor: builds the service and delegates. Tensors come last, see actors/clients.py."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from services.config.schema import ClusterConfig
+from services.core.types import HiddenStateChunk, PolicyStepReport, TrainBatch
+from services.policy.service import build_policy_service
+
+
+class PolicyActor:
+    def __init__(self, config: ClusterConfig) -> None:
+        self._service = build_policy_service(config)
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def train_step(self, batch: TrainBatch) -> tuple[PolicyStepReport, HiddenStateChunk, list[Any]]:
+        return self._service.train_step(batch)
+
+    def publish(self) -> tuple[int, dict[str, Any]]:
+        return self._service.publish()

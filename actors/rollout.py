@@ -1,0 +1,37 @@
+"""The rollout server of one slot as an actor: builds the service and delegates."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.config.schema import ClusterConfig
+from services.core.types import GroupWork, ServedVersions, ServerReport
+from services.rollout.service import build_rollout_service
+
+
+class RolloutActor:
+    def __init__(self, config: ClusterConfig, slot: int) -> None:
+        self._service = build_rollout_service(config, slot)
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def open_epoch(self, epoch: int) -> ServedVersions:
+        return self._service.open_epoch(epoch)
+
+    def submit(self, work: Sequence[GroupWork], epoch: int) -> None:
+        self._service.submit(work, epoch)
+
+    def advance(self, budget_s: float, epoch: int) -> ServerReport:
+        return self._service.advance(budget_s, epoch)
+
+    def load_policy(self, version: int, tensors: Mapping[str, Any], epoch: int) -> ServedVersions:
+        return self._service.load_policy(version, tensors, epoch)
+
+    def load_drafter(self, version: int, tensors: Mapping[str, Any], epoch: int) -> ServedVersions:
+        return self._service.load_drafter(version, tensors, epoch)
+
+    def set_strategy(self, name: str | None, epoch: int) -> None:
+        self._service.set_strategy(name, epoch)

@@ -1,0 +1,101 @@
+"""The `longtail` command. Thin: each command reads its arguments, calls one function and prints the answer.
+
+torch, Ray and transformers are imported inside the commands that need them, so that help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deploy.cli_shared import config_of, errors_told, terminate_like_interrupt
+
+app = typer.Typer(
+    name="longtail",
+    help="Train reasoning models with RL; a drafter for speculative decoding learns in the idle time of the long tail.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+data_app = typer.Typer(help="Look at prompt sets.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure; the last line of output is JSON.", no_args_is_help=True)
+config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
+app.add_typer(config_app, name="config")
+
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE|FILE", help="Overrides such as rollout.group_size=4, or further YAML files."),
+]
+
+
+@app.command()
+def train(
+    config: Config,
+    settings: Settings = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder for run folders (run.dir).")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No live display.")] = False,
+) -> None:
+    """Train a policy and its drafter; writes runs/<id>/ with report.html."""
+    with errors_told():
+        extra = [] if run_dir is None else [f"run.dir={json.dumps(str(run_dir))}"]
+        resolved = config_of(config, settings or [], extra)
+        from deploy.cli_train import train as run
+
+        with terminate_like_interrupt():
+            run(resolved, quiet=quiet)
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="A folder under runs/.")]) -> None:
+    """Draw report.html again from the files of a run folder."""
+    with errors_told():
+        from services.report.run_folder import render_report
+
+        print(render_report(run_dir))
+
+
+@data_app.command("check")
+def data_check(
+    file: Annotated[Path, typer.Argument(help="A JSONL or Parquet prompt set.")],
+    config: Annotated[str, typer.Option(help="Whose model, template and limits to check against.")] = "pocket-demo",
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override.")] = None,
+    mode: Annotated[str | None, typer.Option(help="strict: any bad row fails; skip: bad rows are left out.")] = None,
+) -> None:
+    """Name line and reason of every row that a run could not use."""
+    with errors_told():
+        from deploy.cli_data import check
+
+        check(file, config_of(config, settings or []), mode)
+
+
+@config_app.command("show")
+def config_show(config: Config, settings: Settings = None) -> None:
+    """Print the resolved configuration, every default written out."""
+    with errors_told():
+        from services.config.load import dump_config
+
+        print(dump_config(config_of(config, settings or [])), end="")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed
+
+    print(f"longtail {installed('longtail-rl')}")
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

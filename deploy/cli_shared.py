@@ -1,0 +1,55 @@
+"""What every command shares: presets, arguments, and how errors reach a person."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import typer
+
+from services.config.load import load_config, preset_names
+from services.config.schema import ClusterConfig
+from services.core.errors import ConfigError, LongtailError, StopRequested
+
+PRESETS_DIR = Path(__file__).parent / "presets"
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """A typed error becomes one message on stderr and its exit code; anything else is a bug and keeps its traceback."""
+    try:
+        yield
+    except LongtailError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(error.exit_code) from error
+    except KeyboardInterrupt as error:
+        print("stopped", file=sys.stderr)
+        raise typer.Exit(StopRequested.exit_code) from error
+
+
+@contextmanager
+def terminate_like_interrupt() -> Iterator[None]:
+    """SIGTERM (a container being stopped) ends a run as Ctrl-C does: processes gone, run folder valid."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def config_of(config: str, settings: Sequence[str], extra: Sequence[str] = ()) -> ClusterConfig:
+    """`settings` are dotted overrides (with "=") and further YAML files (without); overrides win over every file."""
+    files = [s for s in settings if "=" not in s]
+    overrides = [s for s in settings if "=" in s]
+    for name in files:
+        if not Path(name).exists() and name not in preset_names(PRESETS_DIR):
+            raise ConfigError(f"{name!r} is neither key=value, such as rollout.group_size=4, nor a YAML file")
+    return load_config(config, *files, overrides=[*overrides, *extra], presets_dir=PRESETS_DIR)

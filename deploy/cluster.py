@@ -1,0 +1,246 @@
+"""A run on Ray actors: start, place, watch, and leave nothing behind.
+
+The driver owns the run folder. It fetches what the coordinator has to tell, hands it to the observer, and turns
+Ctrl-C into a stop at the coordinator's next safe point.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.coordinator import CoordinatorActor
+from actors.drafter import DrafterActor
+from actors.policy import PolicyActor
+from actors.reward import RewardActor
+from actors.rollout import RolloutActor
+from deploy.inputs import load_inputs
+from deploy.placement import ActorPlan, bundles, check_resources, machine_cpus, plan_actors, thread_env
+from deploy.processes import descendants, end_processes
+from services.config.schema import ClusterConfig
+from services.coordinator.coordinator import Inputs
+from services.coordinator.observer import RunObserver
+from services.core.errors import LongtailError, ServiceLostError, StopRequested, WaitTimeoutError
+
+KINDS = {"rollout": RolloutActor, "drafter": DrafterActor, "policy": PolicyActor, "reward": RewardActor}
+
+POLL_S = 0.25
+# After Ctrl-C: the longest the run may take to reach a safe point. A policy step on a CPU can take a while.
+STOP_TIMEOUT_S = 60.0
+# Small models: the objects are drafters, policies and hidden states of a few steps.
+OBJECT_STORE_BYTES = 512 * 2**20
+
+Handles = dict[str, Any]
+
+
+def run_on_ray(
+    config: ClusterConfig,
+    observer: RunObserver,
+    on_drafter: Callable[[int, Mapping[str, Any]], None] = lambda version, tensors: None,
+    on_start: Callable[[Handles], None] = lambda handles: None,
+) -> dict[str, Any]:
+    """One run to its summary. The observer is finished in every case, also when the run fails or is stopped.
+
+    `on_drafter` gets (version, trainable tensors) of the drafter published last, before the observer is finished.
+    `on_start` gets the actor handles by name. Raises StopRequested after Ctrl-C.
+    """
+    inputs = load_inputs(config)
+    watch = _Watch(observer, on_drafter)
+    try:
+        with ray_session(config), actors(config, inputs) as handles:
+            on_start(handles)
+            return watch.follow(handles["coordinator"])
+    except KeyboardInterrupt:
+        watch.finish_for("stopped", None)
+        raise StopRequested("stopped before the run began or before it reached a safe point") from None
+    except LongtailError as error:
+        watch.finish_for("stopped" if isinstance(error, StopRequested) else "failed", str(error))
+        raise
+
+
+@contextmanager
+def ray_session(config: ClusterConfig) -> Iterator[None]:
+    """A private Ray on this machine, or a connection to `placement.address`. Leaves no process behind."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    address = config.placement.address
+    own: dict[str, Any] = {
+        "num_cpus": machine_cpus(),
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+    }
+    before = descendants()
+    ray.init(
+        address=address if address is not None else "local",
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+        configure_logging=True,
+        **({} if address is not None else own),
+    )
+    try:
+        check_resources(config, ray.cluster_resources())
+        yield
+    finally:
+        started = [p for p in descendants() if p not in before]
+        ray.shutdown()
+        end_processes(started)
+
+
+@contextmanager
+def actors(config: ClusterConfig, inputs: Inputs) -> Iterator[Handles]:
+    """Every actor of the run, constructed and answering."""
+    group = _slots(config)
+    handles: Handles = {}
+    try:
+        for plan in plan_actors(config):
+            handles[plan.name] = _start(plan, config, group)
+        _await_all(handles, config.coordinator.start_timeout_s)
+        coordinator = ray.remote(CoordinatorActor).options(
+            num_cpus=0, max_restarts=0, max_concurrency=4, runtime_env={"env_vars": thread_env(1)}
+        )
+        handles["coordinator"] = coordinator.remote(config, inputs, dict(handles))
+        _await_all({"coordinator": handles["coordinator"]}, config.coordinator.start_timeout_s)
+        yield handles
+    finally:
+        _stop_actors(handles)
+        if group is not None:
+            remove_placement_group(group)
+
+
+def _slots(config: ClusterConfig) -> Any:
+    """The placement group of the slots, ready; None when slots ask for nothing."""
+    wanted = bundles(config)
+    if not wanted:
+        return None
+    group = placement_group(wanted, strategy="PACK")
+    timeout_s = config.coordinator.start_timeout_s
+    try:
+        ray.get(group.ready(), timeout=timeout_s)
+    except GetTimeoutError:
+        remove_placement_group(group)
+        raise WaitTimeoutError(
+            f"the placement group of {len(wanted)} slots ({wanted[0]} each) was not placed within {timeout_s:.0f} s: "
+            "other jobs hold the cluster's resources"
+        ) from None
+    return group
+
+
+def _start(plan: ActorPlan, config: ClusterConfig, group: Any) -> Any:
+    options: dict[str, Any] = {
+        "num_cpus": plan.cpus,
+        "num_gpus": plan.gpus,
+        "max_restarts": plan.restarts,
+        "max_task_retries": 0,
+        "runtime_env": {"env_vars": thread_env(plan.threads)},
+    }
+    if plan.slot is not None and group is not None:
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=plan.slot
+        )
+    arguments = (config,) if plan.slot is None else (config, plan.slot)
+    return ray.remote(KINDS[plan.kind]).options(**options).remote(*arguments)
+
+
+def _await_all(handles: Handles, timeout_s: float) -> None:
+    """Wait until every actor answers; a time-out names those that do not, a failed constructor says why."""
+    refs = {handle.process_id.remote(): name for name, handle in handles.items()}
+    ready, late = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
+    for ref in ready:
+        try:
+            ray.get(ref)
+        except RayActorError as error:
+            raise ServiceLostError(refs[ref], f"it could not start: {_cause(error)}") from None
+    if late:
+        names = ", ".join(refs[ref] for ref in late)
+        raise WaitTimeoutError(
+            f"{names} did not start within {timeout_s:.0f} s: see the Ray logs, or raise coordinator.start_timeout_s"
+        )
+
+
+def _cause(error: Exception) -> str:
+    """The last line of what the constructor raised: Ray puts its whole traceback into the message."""
+    return str(error).strip().splitlines()[-1].strip()
+
+
+def _stop_actors(handles: Handles) -> None:
+    """End the reward workers in an orderly way, then every actor."""
+    if "reward" in handles:
+        ray.wait([handles["reward"].close.remote()], timeout=5.0)
+    for handle in handles.values():
+        ray.kill(handle)
+
+
+class _Watch:
+    """The driver's view of a run: feeds the observer, handles Ctrl-C, finishes exactly once."""
+
+    def __init__(self, observer: RunObserver, on_drafter: Callable[[int, Mapping[str, Any]], None]) -> None:
+        self._observer = observer
+        self._on_drafter = on_drafter
+        self._summary: Mapping[str, Any] | None = None
+        self._finished = False
+
+    def follow(self, coordinator: Any) -> dict[str, Any]:
+        run = coordinator.run.remote()
+        try:
+            self._until_done(coordinator, run, None)
+        except KeyboardInterrupt:
+            coordinator.stop.remote()
+            self._until_done(coordinator, run, time.monotonic() + STOP_TIMEOUT_S)
+        summary = self._result(coordinator, run)
+        self._save_drafter(coordinator)
+        self.finish_for("finished", None)
+        return summary
+
+    def finish_for(self, status: str, error: str | None) -> None:
+        """Finish the observer with the coordinator's summary, or with what little is known when it has none."""
+        if not self._finished:
+            self._finished = True
+            self._observer.finish(self._summary or {"status": status, "error": error})
+
+    def _until_done(self, coordinator: Any, run: Any, give_up_s: float | None) -> None:
+        done: list[Any] = []
+        while not done:
+            done, _ = ray.wait([run], timeout=POLL_S)
+            self._observe(coordinator)
+            if give_up_s is not None and time.monotonic() > give_up_s:
+                raise WaitTimeoutError(f"the run did not reach a safe point within {STOP_TIMEOUT_S:.0f} s of Ctrl-C")
+        self._observe(coordinator)
+
+    def _observe(self, coordinator: Any) -> None:
+        try:
+            news = ray.get(coordinator.observations.remote(), timeout=30.0)
+        except RayActorError:
+            return  # `run` fails with the same cause, and says it
+        except GetTimeoutError:
+            raise WaitTimeoutError("the coordinator did not answer within 30 s: see the Ray logs") from None
+        for method, arguments in news:
+            if method == "finish":
+                self._summary = arguments[0]
+            else:
+                getattr(self._observer, method)(*arguments)
+
+    def _result(self, coordinator: Any, run: Any) -> dict[str, Any]:
+        try:
+            summary: dict[str, Any] = ray.get(run, timeout=30.0)
+        except RayTaskError as error:
+            if isinstance(error.cause, LongtailError):
+                self._save_drafter(coordinator)
+                raise error.cause from None
+            raise
+        except RayActorError as error:
+            raise ServiceLostError("coordinator", _cause(error)) from None
+        return summary
+
+    def _save_drafter(self, coordinator: Any) -> None:
+        published = ray.get(coordinator.published_drafter.remote(), timeout=30.0)
+        if published is not None:
+            version, (reference,) = published
+            self._on_drafter(version, ray.get(reference, timeout=30.0))

@@ -1,0 +1,220 @@
+"""The core protocols over services in this process: no Ray, no threads, deterministic order.
+
+A call is queued at its service and runs when somebody waits for anything, one call at a time, services taking turns.
+So two rollout servers make progress side by side although only one computes at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from services.core.control import refuse_tensors
+from services.core.errors import LongtailError, ServiceLostError
+from services.core.protocols import Blob, Clock, Pending
+from services.core.types import GroupWork, HiddenStateChunk, Prompt, Rollout, TrainBatch
+
+
+class LocalCall:
+    """A queued call and, once run, its answer or error."""
+
+    def __init__(self, service: LocalService, what: str, run: Callable[[], Any]) -> None:
+        self._service = service
+        self.what = what
+        self._run = run
+        self.done = False
+        self._answer: Any = None
+        self._error: LongtailError | None = None
+
+    def execute(self) -> None:
+        try:
+            self._answer = self._run()
+        except LongtailError as error:
+            self._error = error
+        self.done = True
+
+    def fail(self, error: LongtailError) -> None:
+        self._error, self.done = error, True
+
+    def result(self, timeout_s: float) -> Any:
+        while not self.done:
+            self._service.execute_next()
+        if self._error is not None:
+            raise self._error
+        return self._answer
+
+
+class _Part:
+    """One of several results of a call: what Ray's `num_returns` gives."""
+
+    def __init__(self, call: LocalCall, index: int) -> None:
+        self.call, self._index = call, index
+        self.what = call.what
+
+    @property
+    def done(self) -> bool:
+        return self.call.done
+
+    def result(self, timeout_s: float) -> Any:
+        return self.call.result(timeout_s)[self._index]
+
+
+class LocalService:
+    """A service with its queue of calls. `kill` and a later restart stand in for a process that dies."""
+
+    def __init__(self, name: str, build: Callable[[], Any], host: LocalHost) -> None:
+        self.name = name
+        self._build = build
+        self._queue: deque[LocalCall] = deque()
+        self.instance: Any = build()
+        self.starts = 1
+        host.services.append(self)
+
+    def call(self, method: str, *args: Any) -> LocalCall:
+        call = LocalCall(self, f"{self.name}.{method}", lambda: getattr(self.instance, method)(*args))
+        if self.instance is None:
+            call.fail(ServiceLostError(self.name, "killed"))
+        else:
+            self._queue.append(call)
+        return call
+
+    def run(self, what: str, action: Callable[[Any], Any]) -> LocalCall:
+        """Like `call`, for something that is no plain method of the service."""
+        call = LocalCall(self, f"{self.name}.{what}", lambda: action(self.instance))
+        if self.instance is None:
+            call.fail(ServiceLostError(self.name, "killed"))
+        else:
+            self._queue.append(call)
+        return call
+
+    def execute_next(self) -> bool:
+        if not self._queue:
+            return False
+        self._queue.popleft().execute()
+        return True
+
+    def kill(self) -> None:
+        self.instance = None
+        for call in self._queue:
+            call.fail(ServiceLostError(self.name, "killed"))
+        self._queue.clear()
+
+    def restart(self) -> None:
+        self.instance = self._build()
+        self.starts += 1
+
+
+class LocalHost:
+    """The waiter: runs queued calls, services taking turns, until one of the awaited is done.
+
+    `sleep` is used when nothing can run, so that timers come due.
+    """
+
+    def __init__(self, clock: Clock, sleep: Callable[[float], None]) -> None:
+        self.services: list[LocalService] = []
+        self._clock = clock
+        self._sleep = sleep
+        self._turn = 0
+
+    def wait(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[Pending[Any]]:
+        give_up_s = self._clock() + timeout_s
+        while True:
+            ready = [p for p in pending if p.done]  # type: ignore[attr-defined]
+            left = give_up_s - self._clock()
+            if ready or left <= 0:
+                return ready
+            if not self._run_one():
+                self._sleep(left)
+
+    def _run_one(self) -> bool:
+        for _ in self.services:
+            self._turn = (self._turn + 1) % len(self.services)
+            if self.services[self._turn].execute_next():
+                return True
+        return False
+
+
+class _Client:
+    def __init__(self, service: LocalService) -> None:
+        self._service = service
+
+    @property
+    def name(self) -> str:
+        return self._service.name
+
+    def process_id(self) -> LocalCall:
+        """A number that changes with each restart, as a process id does."""
+        return self._service.run("process_id", lambda _: self._service.starts)
+
+    def _control(self, method: str, *args: Any) -> LocalCall:
+        refuse_tensors(args, f"{self.name}.{method}")
+        return self._service.call(method, *args)
+
+
+class LocalRolloutClient(_Client):
+    def open_epoch(self, epoch: int) -> LocalCall:
+        return self._control("open_epoch", epoch)
+
+    def submit(self, work: Sequence[GroupWork], epoch: int) -> LocalCall:
+        return self._control("submit", work, epoch)
+
+    def advance(self, budget_s: float, epoch: int) -> LocalCall:
+        return self._control("advance", budget_s, epoch)
+
+    def load_policy(self, version: int, blob: Blob, epoch: int) -> LocalCall:
+        return self._service.run("load_policy", lambda s: s.load_policy(version, _value(blob), epoch))
+
+    def load_drafter(self, version: int, blob: Blob, epoch: int) -> LocalCall:
+        return self._service.run("load_drafter", lambda s: s.load_drafter(version, _value(blob), epoch))
+
+    def set_strategy(self, name: str | None, epoch: int) -> LocalCall:
+        return self._control("set_strategy", name, epoch)
+
+
+class LocalDrafterClient(_Client):
+    def begin(self, state: Blob, epoch: int) -> LocalCall:
+        return self._service.run("begin", lambda s: s.begin(_value(state), epoch))
+
+    def load_target_head(self, policy_version: int, blob: Blob) -> LocalCall:
+        return self._service.run("load_target_head", lambda s: s.load_target_head(policy_version, _value(blob)))
+
+    def add_chunk(self, chunk: HiddenStateChunk, blob: Blob) -> LocalCall:
+        return self._service.run("add_chunk", lambda s: s.add_chunk(chunk, _value(blob)))
+
+    def train(self, budget_s: float, epoch: int) -> LocalCall:
+        return self._control("train", budget_s, epoch)
+
+    def snapshot(self, epoch: int) -> tuple[Pending[int], Blob]:
+        call = self._service.run("snapshot", lambda s: s.snapshot(epoch))
+        return _Part(call, 0), Blob(_Part(call, 1))
+
+    def export(self, state: Blob) -> tuple[Pending[int], Blob]:
+        call = self._service.run("export", lambda s: s.export(_value(state)))
+        return _Part(call, 0), Blob(_Part(call, 1))
+
+    def estimate(self, drafters: dict[str, Blob], blob: Blob) -> LocalCall:
+        return self._service.run(
+            "estimate", lambda s: s.estimate({name: _value(b) for name, b in drafters.items()}, _value(blob))
+        )
+
+
+class LocalPolicyClient(_Client):
+    def train_step(self, batch: TrainBatch) -> tuple[Pending[Any], Pending[Any], Blob]:
+        refuse_tensors(batch, f"{self.name}.train_step")
+        call = self._service.call("train_step", batch)
+        return _Part(call, 0), _Part(call, 1), Blob(_Part(call, 2))
+
+    def publish(self) -> tuple[Pending[int], Blob]:
+        call = self._service.call("publish")
+        return _Part(call, 0), Blob(_Part(call, 1))
+
+
+class LocalRewardClient(_Client):
+    def score(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> LocalCall:
+        return self._control("score", prompts, rollouts)
+
+
+def _value(blob: Blob) -> Any:
+    """What a transport does with a reference at the receiver: a result that is at hand, or a plain value."""
+    return blob.result(0.0) if isinstance(blob, _Part) else blob

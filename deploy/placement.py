@@ -1,0 +1,88 @@
+"""Which actor goes where with which resources: a plan from config, and the check that the cluster can hold it.
+
+One placement-group bundle per slot holds its rollout server and its drafter trainer, which take turns on it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deploy.inputs import needs_drafter
+from services.config.schema import ClusterConfig, NativeEngine
+from services.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ActorPlan:
+    """`kind` is rollout, drafter, policy, reward or coordinator. `bundle` is the slot's bundle, None outside slots."""
+
+    name: str
+    kind: str
+    slot: int | None
+    cpus: float
+    gpus: float
+    threads: int
+    restarts: int
+
+
+def plan_actors(config: ClusterConfig) -> list[ActorPlan]:
+    """Every actor but the coordinator, which itself computes nothing and asks for no CPU."""
+    place, restarts = config.placement, config.coordinator.max_restarts
+    engine = config.rollout.engine
+    server_threads = engine.threads if isinstance(engine, NativeEngine) else 1
+    drafts = needs_drafter(config)
+    cpus, gpus = slot_share(config)
+    plans = []
+    for slot in range(config.rollout.num_servers):
+        plans.append(ActorPlan(f"rollout-{slot}", "rollout", slot, cpus, gpus, server_threads, restarts))
+        if drafts:
+            threads = config.drafter.threads
+            plans.append(ActorPlan(f"drafter-{slot}", "drafter", slot, cpus, gpus, threads, restarts))
+    plans.append(
+        # Its weights die with it, so a restarted one would silently begin again from the first policy.
+        ActorPlan("policy", "policy", None, place.policy_cpus, place.policy_gpus, config.policy.threads, 0)
+    )
+    plans.append(ActorPlan("reward", "reward", None, 0.0, 0.0, 1, restarts))
+    return plans
+
+
+def slot_share(config: ClusterConfig) -> tuple[float, float]:
+    """(CPUs, GPUs) of each actor of a slot."""
+    sharing = 2 if needs_drafter(config) else 1
+    return config.placement.cpus_per_slot / sharing, config.placement.gpus_per_slot / sharing
+
+
+def bundles(config: ClusterConfig) -> list[dict[str, float]]:
+    """One bundle per slot; a resource that is not asked for is left out, as Ray wants it."""
+    wanted = {"CPU": config.placement.cpus_per_slot, "GPU": config.placement.gpus_per_slot}
+    bundle = {name: amount for name, amount in wanted.items() if amount > 0}
+    return [dict(bundle) for _ in range(config.rollout.num_servers)] if bundle else []
+
+
+def check_resources(config: ClusterConfig, available: Mapping[str, float]) -> None:
+    """Raise ConfigError naming what is missing, instead of waiting for ever on a cluster that is too small."""
+    slots, place = config.rollout.num_servers, config.placement
+    demand = {
+        "CPU": (slots * place.cpus_per_slot + place.policy_cpus, "placement.cpus_per_slot or placement.policy_cpus"),
+        "GPU": (slots * place.gpus_per_slot + place.policy_gpus, "placement.gpus_per_slot or placement.policy_gpus"),
+    }
+    for resource, (wanted, knobs) in demand.items():
+        have = available.get(resource, 0.0)
+        if wanted > have:
+            raise ConfigError(
+                f"{slots} slots and the policy trainer need {wanted:g} {resource}, the cluster has {have:g}; "
+                f"lower rollout.num_servers, {knobs}, or add machines"
+            )
+
+
+def thread_env(threads: int) -> dict[str, str]:
+    """Environment that keeps one actor's numeric libraries to its threads; several actors share few cores here."""
+    count = str(threads)
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    return {**dict.fromkeys(names, count), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def machine_cpus() -> int:
+    return os.cpu_count() or 1

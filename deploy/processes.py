@@ -1,0 +1,24 @@
+"""Processes this program started: which there are, and making sure that none is left."""
+
+from __future__ import annotations
+
+import ray  # noqa: F401 - brings its own psutil along and puts it on the path
+import psutil  # isort: skip
+
+GRACE_S = 5.0
+
+
+def descendants() -> list[psutil.Process]:
+    """Children of this process and theirs. psutil tells a reused process id apart by its start time."""
+    return psutil.Process().children(recursive=True)
+
+
+def end_processes(processes: list[psutil.Process]) -> None:
+    """Wait until all have ended; what outlives its grace is killed. They were seen as our own children."""
+    _, alive = psutil.wait_procs(processes, timeout=GRACE_S)
+    for process in alive:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(alive, timeout=GRACE_S)

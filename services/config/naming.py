@@ -1,0 +1,13 @@
+"""Names of strategies, for people, metrics and `set_strategy`: one spelling everywhere."""
+
+from __future__ import annotations
+
+from services.config.schema import StrategyConfig
+
+
+def strategy_name(strategy: StrategyConfig) -> str:
+    """ "off", or `<drafter>_<depth>_<topk>_<num_draft_tokens>`, with "_argmax" when an EAGLE draft is not sampled."""
+    if strategy.drafter == "off":
+        return "off"
+    name = f"{strategy.drafter}_{strategy.depth}_{strategy.topk}_{strategy.num_draft_tokens}"
+    return name if strategy.sampled or strategy.drafter == "suffix" else f"{name}_argmax"

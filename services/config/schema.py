@@ -1,0 +1,309 @@
+"""The configuration tree. A value lives in exactly one place; derived values are properties; cross-section checks sit
+on the root and say the remedy. Standard library and pydantic only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """Which policy to train. `path` is a Hugging Face folder, or "pocket" for the model shipped with Longtail."""
+
+    path: str = "pocket"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class ReasoningGymData(Section):
+    """Problems drawn from reasoning-gym. With `terms`, the number of terms per problem is log-normal (a long tail)."""
+
+    class SkewedTerms(Section):
+        median: float = Field(4.0, gt=0)
+        sigma: float = Field(0.9, ge=0)
+        min: int = Field(2, ge=1)
+        max: int = Field(40, ge=1)
+
+        @model_validator(mode="after")
+        def _ordered(self) -> ReasoningGymData.SkewedTerms:
+            if self.min > self.max:
+                raise ValueError(f"min {self.min} exceeds max {self.max}: swap them or widen the range")
+            return self
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    task: str = "chain_sum"
+    params: dict[str, int | float | bool | str] = Field(default_factory=dict)
+    terms: SkewedTerms | None = None
+    size: int = Field(4000, ge=1)
+    template: str = "{question}"  # {question} or any key of the task's metadata, e.g. "{expression}="
+
+
+class FileData(Section):
+    """A JSONL or Parquet prompt set with columns prompt, answer, task, meta."""
+
+    type: Literal["file"] = "file"
+    path: Path
+    on_bad_row: Literal["strict", "skip"] = "strict"
+
+
+class DataConfig(Section):
+    source: Annotated[ReasoningGymData | FileData, Field(discriminator="type")] = ReasoningGymData()
+    heldout_fraction: float = Field(0.1, gt=0, lt=1)
+    max_prompt_tokens: int = Field(256, ge=1)
+    chat_template: bool = False
+    seed: int = 0
+
+
+class RolloutSampling(Section):
+    temperature: float = Field(1.0, ge=0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, lt=1)
+    max_tokens: int = Field(512, ge=1)
+    stop_token_ids: tuple[int, ...] = ()  # empty: the tokenizer's eos
+    stop_strings: tuple[str, ...] = ()
+
+
+class NativeEngine(Section):
+    """The embedded engine: continuous batching over `max_running` KV slots of `max_len` tokens each."""
+
+    type: Literal["native"] = "native"
+    max_running: int = Field(32, ge=1)
+    max_len: int = Field(768, ge=8)
+    threads: int = Field(1, ge=1)
+
+
+class SGLangEngine(Section):
+    type: Literal["sglang"] = "sglang"
+
+
+class RolloutConfig(Section):
+    engine: Annotated[NativeEngine | SGLangEngine, Field(discriminator="type")] = NativeEngine()
+    num_servers: int = Field(2, ge=1)
+    group_size: int = Field(8, ge=1)
+    prompts_per_step: int = Field(16, ge=1)
+    sampling: RolloutSampling = RolloutSampling()
+    advance_budget_s: float = Field(0.15, gt=0)
+
+
+class StrategyConfig(Section):
+    """`num_draft_tokens` counts the root, as in SGLang: topk 1 means depth + 1."""
+
+    drafter: Literal["off", "eagle", "suffix"] = "off"
+    depth: int = Field(0, ge=0)
+    topk: int = Field(1, ge=1)
+    num_draft_tokens: int = Field(1, ge=1)
+    sampled: bool = True  # draft tokens drawn from the drafter; False: its argmax (top-k) tokens
+
+    @model_validator(mode="after")
+    def _shape(self) -> StrategyConfig:
+        if self.drafter == "off":
+            if self.depth or self.num_draft_tokens != 1:
+                raise ValueError("strategy 'off' drafts nothing: leave depth and num_draft_tokens out")
+        elif self.depth < 1:
+            raise ValueError(f"strategy '{self.drafter}' needs depth >= 1")
+        elif self.topk == 1 and self.num_draft_tokens != self.depth + 1:
+            raise ValueError(
+                f"a chain (topk 1) verifies depth + 1 tokens: set num_draft_tokens to {self.depth + 1}"
+            )
+        elif self.drafter == "suffix" and self.topk != 1:
+            raise ValueError("the suffix drafter proposes chains: set topk to 1")
+        elif self.topk > 1 and self.num_draft_tokens < self.topk + 1:
+            need = self.topk + 1
+            raise ValueError(f"num_draft_tokens must hold the root and its {self.topk} children: at least {need}")
+        return self
+
+
+class FixedSelector(Section):
+    type: Literal["fixed"] = "fixed"
+    strategy: StrategyConfig = StrategyConfig()
+
+
+class Bucket(Section):
+    """Candidate strategies while at least `min_running` requests run (and fewer than the next bucket's)."""
+
+    min_running: int = Field(1, ge=1)
+    strategies: tuple[StrategyConfig, ...] = Field(min_length=1)
+
+
+class EpsilonGreedySelector(Section):
+    type: Literal["epsilon_greedy"] = "epsilon_greedy"
+    epsilon: float = Field(0.1, ge=0, le=1)
+    window: int = Field(64, ge=1)
+    buckets: tuple[Bucket, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> EpsilonGreedySelector:
+        starts = [b.min_running for b in self.buckets]
+        if starts != sorted(set(starts)) or starts[0] != 1:
+            raise ValueError("buckets must start at min_running 1 and grow strictly")
+        return self
+
+
+class SpeculationConfig(Section):
+    selector: Annotated[FixedSelector | EpsilonGreedySelector, Field(discriminator="type")] = FixedSelector()
+    acceptance: Literal["exact", "threshold"] = "exact"
+    accept_threshold: float = Field(1.0, gt=0, le=1)
+    allow_lossy: bool = False
+    suffix_max_tokens: int = Field(200_000, ge=1000)
+
+    @property
+    def strategies(self) -> tuple[StrategyConfig, ...]:
+        if isinstance(self.selector, FixedSelector):
+            return (self.selector.strategy,)
+        return tuple(s for b in self.selector.buckets for s in b.strategies)
+
+
+class RewardConfig(Section):
+    """`verifier` "task" uses each prompt's own task scorer; "math" uses math-verify; "exact" compares text."""
+
+    verifier: Literal["task", "math", "exact"] = "task"
+    answer_marker: str = "#"  # the answer is what follows the last marker; "" takes the whole response
+    workers: int = Field(1, ge=1)
+    timeout_s: float = Field(5.0, gt=0)
+
+
+class PolicyConfig(Section):
+    learning_rate: float = Field(1e-4, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.99)
+    grad_clip: float = Field(1.0, gt=0)
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    kl_coef: float = Field(0.0, ge=0)
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    aggregation_constant: float = Field(512.0, gt=0)
+    zero_variance: Literal["skip", "keep"] = "skip"
+    inner_epochs: int = Field(1, ge=1)
+    micro_batch_tokens: int = Field(4096, ge=64)
+    threads: int = Field(2, ge=1)
+
+
+class DrafterConfig(Section):
+    """Online training of the drafter in idle slots."""
+
+    train: bool = True
+    learning_rate: float = Field(3e-4, gt=0)
+    grad_clip: float = Field(0.5, gt=0)
+    feature_weight: float = Field(0.2, ge=0)  # smooth-L1 on hidden states
+    unroll: int = Field(4, ge=1)  # draft depths trained on, each fed with the one before
+    unroll_decay: float = Field(0.8, gt=0, le=1)
+    pack_tokens: int = Field(1024, ge=64)
+    buffer_bytes: int = Field(256 * 2**20, ge=2**16)
+    micro_step_budget_s: float = Field(0.1, gt=0)
+    threads: int = Field(1, ge=1)
+
+
+class CoordinatorConfig(Section):
+    lease_s: float = Field(30.0, gt=0)
+    call_timeout_s: float = Field(120.0, gt=0)
+    start_timeout_s: float = Field(180.0, gt=0)
+    max_restarts: int = Field(3, ge=0)
+
+
+class PlacementConfig(Section):
+    """How actors meet machines. `mode: local` runs every service in this process (tests); `ray` on a cluster."""
+
+    mode: Literal["ray", "local"] = "ray"
+    address: str | None = None  # None: a private Ray on this machine
+    cpus_per_slot: float = Field(0.5, ge=0)
+    gpus_per_slot: float = Field(0.0, ge=0)
+    policy_cpus: float = Field(0.5, ge=0)
+    policy_gpus: float = Field(0.0, ge=0)
+
+
+class RunConfig(Section):
+    name: str = "run"
+    dir: Path = Path("runs")
+    steps: int = Field(20, ge=1)
+    seed: int = 0
+    eval_prompts: int = Field(128, ge=0)
+    eval_every: int = Field(0, ge=0)  # 0: before and after only
+    compare_prompts: int = Field(0, ge=0)  # speculation off against on, same prompts and seeds, at the end
+    compare_repeats: int = Field(3, ge=1)
+
+
+class WarmupConfig(Section):
+    """`longtail warmup`: how the pocket model and its first drafter are made, from worked traces."""
+
+    hidden_size: int = Field(96, ge=8)
+    intermediate_size: int = Field(288, ge=8)
+    num_layers: int = Field(8, ge=1)
+    num_heads: int = Field(6, ge=1)
+    num_kv_heads: int = Field(3, ge=1)
+    head_dim: int = Field(16, ge=2)
+    steps: int = Field(600, ge=1)
+    tokens_per_step: int = Field(8192, ge=256)
+    learning_rate: float = Field(2e-3, gt=0)
+    drafter_steps: int = Field(60, ge=0)
+    drafter_learning_rate: float = Field(1e-3, gt=0)
+    eval_prompts: int = Field(512, ge=1)
+
+
+class ClusterConfig(Section):
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    reward: RewardConfig = RewardConfig()
+    policy: PolicyConfig = PolicyConfig()
+    drafter: DrafterConfig = DrafterConfig()
+    coordinator: CoordinatorConfig = CoordinatorConfig()
+    placement: PlacementConfig = PlacementConfig()
+    run: RunConfig = RunConfig()
+    warmup: WarmupConfig = WarmupConfig()
+
+    @model_validator(mode="after")
+    def _possible(self) -> ClusterConfig:
+        problems = [*self._engine_problems(), *self._training_problems(), *self._placement_problems()]
+        if problems:
+            raise ValueError("\n".join(problems))  # one a line: the loader tells each by itself
+        return self
+
+    def _engine_problems(self) -> Iterator[str]:
+        engine, sampling = self.rollout.engine, self.rollout.sampling
+        if isinstance(engine, NativeEngine):
+            need = self.data.max_prompt_tokens + sampling.max_tokens
+            if need > engine.max_len:
+                yield (
+                    f"data.max_prompt_tokens + rollout.sampling.max_tokens = {need} does not fit "
+                    f"rollout.engine.max_len = {engine.max_len}: raise max_len to {need} or lower max_tokens"
+                )
+            if self.rollout.group_size > engine.max_running:
+                yield (
+                    f"rollout.group_size {self.rollout.group_size} exceeds rollout.engine.max_running "
+                    f"{engine.max_running}: raise max_running or lower group_size"
+                )
+        lossy = self.speculation.acceptance != "exact" or self.speculation.accept_threshold != 1.0
+        if lossy and not self.speculation.allow_lossy:
+            yield (
+                "speculation.acceptance and accept_threshold change the sampling distribution: leave them at 'exact' "
+                "and 1.0, or set speculation.allow_lossy: true to accept biased rollouts"
+            )
+
+    def _training_problems(self) -> Iterator[str]:
+        if self.rollout.group_size < 2:
+            yield "group-relative advantages need rollout.group_size >= 2"
+        if self.rollout.sampling.temperature == 0:
+            yield "training needs varied rollouts: set rollout.sampling.temperature above 0"
+        if self.model.path == "pocket" and self.data.chat_template:
+            yield "the pocket model has no chat template: set data.chat_template: false or name another model.path"
+
+    def _placement_problems(self) -> Iterator[str]:
+        place = self.placement
+        if place.mode == "local":
+            if place.address is not None:
+                yield "placement.address names a Ray cluster: set placement.mode: ray, or leave address out"
+        elif self.model.device == "cuda" and not (place.gpus_per_slot and place.policy_gpus):
+            yield (
+                "model.device: cuda, but Ray hides the GPUs from an actor that asks for none: set "
+                "placement.gpus_per_slot and placement.policy_gpus above 0, or model.device: cpu"
+            )

@@ -1,0 +1,115 @@
+"""Calls under way: everything the coordinator has asked for and not heard back about, in one place.
+
+Each call has an owner (the service's name), a time-out, and two continuations: `done` with the answer, `lost` when
+the callee died, was replaced, or stayed silent. `turn` is the coordinator's heartbeat: it waits for anything to
+become ready and runs the continuations, one at a time, in the coordinator's only thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from services.core.errors import ServiceLostError, StaleEpochError
+from services.core.protocols import Clock, Pending, Waiter
+
+T = TypeVar("T")
+Lost = Callable[[str], None]
+
+# The answer of a call that `wait` named ready is at hand; this only bounds its transfer.
+FETCH_TIMEOUT_S = 30.0
+
+# The longest sleep without looking at leases and at a request to stop; every answer wakes the coordinator at once.
+LOOK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    owner: str
+    pending: Pending[Any]
+    done: Callable[[Any], None]
+    lost: Lost
+    deadline_s: float
+    timeout_s: float
+
+
+class Calls:
+    def __init__(self, waiter: Waiter, clock: Clock, check_stop: Callable[[], None] = lambda: None) -> None:
+        self._waiter = waiter
+        self._clock = clock
+        self._check_stop = check_stop
+        self._calls: list[_Call] = []
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+
+    def post(self, owner: str, pending: Pending[T], done: Callable[[T], None], lost: Lost, timeout_s: float) -> None:
+        self._post(owner, pending, done, lost, timeout_s)
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        self._timers.append((self._clock() + delay_s, action))
+
+    def drop(self, owner: str) -> None:
+        """Forget the owner's calls: answers that still come are ignored."""
+        self._calls = [c for c in self._calls if c.owner != owner]
+
+    def outstanding(self, owner: str) -> int:
+        return sum(c.owner == owner for c in self._calls)
+
+    def turn(self, max_wait_s: float = LOOK_S) -> None:
+        """Wait until something is ready, due or overdue, at most `max_wait_s`; then deal with all of it.
+
+        Raises StopRequested when the user asked to stop, and every error that is not the loss of a service.
+        """
+        self._check_stop()
+        now = self._clock()
+        due = [c.deadline_s for c in self._calls] + [at for at, _ in self._timers]
+        wait_s = max(0.0, min([max_wait_s, *(at - now for at in due)]))
+        ready = self._waiter.wait([c.pending for c in self._calls], wait_s)
+        for call in [c for c in self._calls if any(c.pending is p for p in ready)]:
+            # A continuation may have dropped calls of a service it found lost.
+            if call in self._calls:
+                self._calls.remove(call)
+                self._finish(call)
+        self._overdue()
+
+    def wait_for(self, owner: str, pending: Pending[T], timeout_s: float) -> T:
+        """The answer of one call; other calls go on meanwhile. Raises ServiceLostError when its callee is lost."""
+        answers: list[T] = []
+        losses: list[str] = []
+        call = self._post(owner, pending, answers.append, losses.append, timeout_s)
+        while not answers and not losses:
+            if call not in self._calls:  # dropped: another call found the owner lost
+                losses.append("it died meanwhile")
+                break
+            self.turn()
+        if losses:
+            raise ServiceLostError(owner, losses[0])
+        return answers[0]
+
+    def _post(
+        self, owner: str, pending: Pending[Any], done: Callable[[Any], None], lost: Lost, timeout_s: float
+    ) -> _Call:
+        call = _Call(owner, pending, done, lost, self._clock() + timeout_s, timeout_s)
+        self._calls.append(call)
+        return call
+
+    def _finish(self, call: _Call) -> None:
+        try:
+            answer = call.pending.result(FETCH_TIMEOUT_S)
+        except ServiceLostError as error:
+            call.lost(error.reason)
+        except StaleEpochError as error:
+            # The service was restarted between two calls and knows nothing of its lease: its work is gone too.
+            call.lost(f"restarted without its work ({error})")
+        else:
+            call.done(answer)
+
+    def _overdue(self) -> None:
+        now = self._clock()
+        for call in [c for c in self._calls if c.deadline_s <= now]:
+            if call in self._calls:
+                self._calls.remove(call)
+                call.lost(f"no answer to {call.pending.what} within {call.timeout_s:.0f} s")
+        for timer in [t for t in self._timers if t[0] <= now]:
+            self._timers.remove(timer)
+            timer[1]()

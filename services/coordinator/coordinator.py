@@ -1,0 +1,333 @@
+"""The coordinator: the verbs of the loop over real services, and the run around it.
+
+`Coordinator` wires the small parts of this package together; each verb is a few lines that say who is asked. It runs
+in one thread. `stop` and `latest` may be called from another.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from services.config.naming import strategy_name
+from services.config.schema import ClusterConfig, NativeEngine
+from services.coordinator import loop
+from services.coordinator.calls import Calls
+from services.coordinator.comparison import OFF, compare
+from services.coordinator.drafting import Drafting
+from services.coordinator.fleet import Fleet, Patience, Published
+from services.coordinator.leases import LeaseBook
+from services.coordinator.ledger import FinishedGroup
+from services.coordinator.metrics import StepFacts, step_metrics
+from services.coordinator.observer import RunObserver
+from services.coordinator.progress import ProgressBoard
+from services.coordinator.rollout_phase import RolloutPhase
+from services.coordinator.scoring import Scoring
+from services.coordinator.stats import group_stats
+from services.coordinator.summary import Summary
+from services.coordinator.timeline import Timeline
+from services.coordinator.work import make_work, prompts_of_step
+from services.core.errors import LongtailError, ServiceLostError, StopRequested
+from services.core.protocols import (
+    Blob,
+    Clock,
+    DrafterClient,
+    Pending,
+    PolicyClient,
+    RewardClient,
+    RolloutClient,
+    Waiter,
+)
+from services.core.types import (
+    EvalResult,
+    Group,
+    ProgressView,
+    Prompt,
+    Rollout,
+    RunEvent,
+    SamplingParams,
+    TrainBatch,
+)
+
+T = TypeVar("T")
+Advantages = Callable[[Sequence[Group]], tuple[tuple[float, ...], float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Everyone the coordinator talks to. `drafters` is empty when nothing needs a drafter; else one per slot, with
+    `initial_drafter` the training state of drafter version 0. `advantages` gives (one per rollout, zero-variance
+    fraction)."""
+
+    rollout: Sequence[RolloutClient]
+    drafters: Sequence[DrafterClient]
+    policy: PolicyClient
+    reward: RewardClient
+    waiter: Waiter
+    initial_drafter: Blob | None
+    advantages: Advantages
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run works on, prepared and checked before anything starts."""
+
+    train: tuple[Prompt, ...]
+    heldout: tuple[Prompt, ...]
+    sampling: SamplingParams
+
+
+class Coordinator:
+    def __init__(
+        self, config: ClusterConfig, inputs: Inputs, services: Services, observer: RunObserver, clock: Clock
+    ) -> None:
+        num_slots = len(services.rollout)
+        assert num_slots and len(services.drafters) in (0, num_slots)
+        self._config, self._inputs, self._services = config, inputs, services
+        self._observer, self._clock = observer, clock
+        self._stop = threading.Event()
+        self._timeline = Timeline(num_slots, clock, observer.span)
+        self._leases = LeaseBook(num_slots, config.coordinator.lease_s, clock(), self._timeline.slot_changed)
+        self._calls = Calls(services.waiter, clock, self._check_stop)
+        self._board = ProgressBoard(config.run.steps, clock, self._slots, observer.progress)
+        self._patience = Patience(config.coordinator.call_timeout_s, config.coordinator.start_timeout_s)
+        self._summary = Summary()
+        self._facts = StepFacts()
+        self._fleet = Fleet(services.rollout, self._leases, self._calls, clock, self._patience, self._tell)
+        self._drafting = self._make_drafting()
+        self._phase = self._make_phase()
+        self._scoring = Scoring(services.reward, self._calls, clock, self._patience, self._tell)
+
+    # ------------------------------------------------------------------ the run around the loop
+
+    def run(self) -> dict[str, Any]:
+        """Train, compare, and tell the observer how it ended. Returns the summary.
+
+        Raises StopRequested after `stop`, and whatever ended the run early; the observer is finished in every case.
+        """
+        status, error = "failed", "unexpected: see the log"
+        try:
+            loop.train(self, self._config.run.steps, self._config.run.eval_every)
+            self._compare()
+            self._board.enter("finished")
+            status, error = "finished", ""
+        except StopRequested:
+            status, error = "stopped", ""
+            raise
+        except LongtailError as problem:
+            error = str(problem)
+            raise
+        finally:
+            self._timeline.close()
+            summary = self._summary.as_dict(status, self._timeline.now(), error or None)
+            self._observer.finish(summary)
+        return summary
+
+    def stop(self) -> None:
+        """Make the run raise StopRequested at its next safe point."""
+        self._stop.set()
+
+    def latest(self) -> ProgressView:
+        return self._board.latest
+
+    @property
+    def published_drafter(self) -> Published | None:
+        return self._fleet.drafter
+
+    # ------------------------------------------------------------------ the verbs: rollout and reward
+
+    def prompts(self, step: int) -> Sequence[Prompt]:
+        run = self._config.run
+        return prompts_of_step(self._inputs.train, step, self._config.rollout.prompts_per_step, run.seed)
+
+    def generate(self, step: int, prompts: Sequence[Prompt]) -> Iterator[FinishedGroup]:
+        rollout = self._config.rollout
+        works = make_work(prompts, f"step{step:05d}", rollout.group_size, self._inputs.sampling, self._config.run.seed)
+        self._facts = StepFacts()
+        self._drafting.progress = []
+        self._timeline.label = f"step {step}"
+        self._board.step = step
+        self._board.begin("rollout", len(prompts) * rollout.group_size)
+        self._timeline.open_window()
+        with self._timed("rollout"):
+            yield from self._phase.generate(works, draft=True)
+        self._facts.slot_seconds = self._timeline.close_window()
+        self._facts.drafter = tuple(self._drafting.progress)
+
+    def score(self, group: FinishedGroup) -> None:
+        self._scoring.submit(group)
+
+    def scored(self) -> list[Group]:
+        self._board.enter("reward")
+        with self._timed("reward"), self._timeline.span("reward", "reward"):
+            groups = self._scoring.collect()
+        self._facts.groups = groups
+        self._board.reward_mean = group_stats(groups).reward_mean
+        return groups
+
+    def advantages(self, groups: Sequence[Group]) -> tuple[float, ...]:
+        values, self._facts.zero_variance_fraction = self._services.advantages(groups)
+        return values
+
+    # ------------------------------------------------------------------ the verbs: policy, drafter, weights
+
+    def train_step(self, batch: TrainBatch) -> None:
+        policy = self._services.policy
+        self._board.enter("policy")
+        with self._timed("policy"), self._timeline.span("policy", "policy"):
+            report, chunk, blob = policy.train_step(batch)
+            self._facts.policy = self._ask_policy(report)
+            self._facts.chunk = self._ask_policy(chunk)
+        self._drafting.add_chunk(self._facts.chunk, blob)
+        self._drafting.estimate()
+
+    def publish_policy(self) -> None:
+        self._board.enter("publish")
+        with self._timed("publish"):
+            pending, blob = self._services.policy.publish()
+            version = self._ask_policy(pending)
+        self._fleet.policy = Published(version, blob)
+        self._drafting.adopt_head(self._fleet.policy)
+        self._summary.policy_version = self._board.policy_version = version
+
+    def publish_drafter(self) -> None:
+        with self._timed("publish"):
+            first = self._fleet.drafter is None
+            published = self._drafting.publish_first() if first else self._drafting.publish()
+        if published is not None:
+            self._fleet.drafter = published
+            self._summary.drafter_version = self._board.drafter_version = published.version
+            if not first:
+                self._tell("drafter_published", "drafter", f"drafter version {published.version}")
+
+    def load(self) -> None:
+        self._board.enter("load")
+        with self._timed("publish"):
+            self._fleet.open_all()
+
+    # ------------------------------------------------------------------ the verbs: evaluation and record
+
+    def evaluate(self, step: int) -> None:
+        prompts = self._inputs.heldout[: self._config.run.eval_prompts]
+        if not prompts:
+            return
+        self._timeline.label = f"evaluation {step}"
+        self._board.begin("evaluation", len(prompts))
+        self._fleet.open_all()
+        for group in self._phase.generate(make_work(prompts, "heldout", 1, self._inputs.sampling, 0), draft=False):
+            self._scoring.submit(group)
+        stats = group_stats(self._scoring.collect())
+        result = EvalResult(
+            step, self._timeline.now(), stats.num_groups, stats.num_rollouts, stats.reward_mean, stats.correct_fraction
+        )
+        self._board.heldout_reward = result.reward_mean
+        self._summary.evaluations.append(result)
+        self._observer.evaluation(result)
+
+    def record(self, step: int) -> None:
+        self._drafting.settle()
+        self._facts.drafter_version = self._summary.drafter_version
+        metrics = step_metrics(step, self._timeline.now(), self._facts, self._drafting.estimates)
+        self._summary.steps.append(metrics)
+        self._observer.step(metrics)
+        self._observer.rollouts(step, self._facts.groups)
+
+    # ------------------------------------------------------------------ speculation off against on
+
+    def _compare(self) -> None:
+        run, rollout = self._config.run, self._config.rollout
+        names = dict.fromkeys(strategy_name(s) for s in self._config.speculation.strategies)
+        if not run.compare_prompts:
+            return
+        self._summary.comparison = compare(
+            self._generate_forced,
+            self._inputs.heldout,
+            run.compare_prompts,
+            run.compare_repeats,
+            rollout.group_size,
+            self._inputs.sampling,
+            [name for name in names if name != OFF],
+        )
+
+    def _generate_forced(
+        self, label: str, prompts: Sequence[Prompt], group_size: int, sampling: SamplingParams, name: str | None
+    ) -> tuple[list[Rollout], float]:
+        self._timeline.label = f"{label} {name or 'selector'}"
+        self._board.begin("comparison", len(prompts) * group_size)
+        works = make_work(prompts, label, group_size, sampling, self._config.run.seed)
+        self._fleet.release_all()  # opening tells a server its strategy
+        self._fleet.forced = name
+        self._fleet.open_all()
+        start = self._clock()
+        groups = sorted(self._phase.generate(works, draft=False), key=lambda g: g.group_id)
+        seconds = self._clock() - start
+        self._fleet.forced = None
+        return [r for g in groups for r in g.rollouts], seconds
+
+    # ------------------------------------------------------------------ small helpers
+
+    def _make_drafting(self) -> Drafting:
+        drafter, services = self._config.drafter, self._services
+        drafting = Drafting(
+            services.drafters,
+            services.initial_drafter,
+            self._fleet,
+            self._leases,
+            self._calls,
+            self._clock,
+            self._patience,
+            self._tell,
+            train=drafter.train,
+            budget_s=drafter.micro_step_budget_s,
+            buffer_bytes=drafter.buffer_bytes,
+        )
+        return drafting
+
+    def _make_phase(self) -> RolloutPhase:
+        rollout = self._config.rollout
+        assert isinstance(rollout.engine, NativeEngine)
+        return RolloutPhase(
+            self._fleet,
+            self._drafting,
+            self._leases,
+            self._calls,
+            self._clock,
+            self._board,
+            max_running=rollout.engine.max_running,
+            advance_budget_s=rollout.advance_budget_s,
+            call_timeout_s=self._patience.call_s,
+        )
+
+    def _ask_policy(self, pending: Pending[T]) -> T:
+        try:
+            return self._calls.wait_for(self._services.policy.name, pending, self._patience.call_s)
+        except ServiceLostError as error:
+            message = f"{error.reason}; the policy's weights died with it: start the run again"
+            self._tell("policy_lost", error.name, message)
+            raise ServiceLostError(error.name, message) from error
+
+    def _tell(self, kind: str, subject: str, message: str) -> RunEvent:
+        event = RunEvent(self._timeline.now(), kind, subject, message)
+        self._summary.events += 1
+        self._observer.event(event)
+        self._board.event(event)
+        return event
+
+    def _slots(self) -> Mapping[str, str]:
+        return {f"slot {i}": self._leases.state(i).value for i in range(len(self._leases))}
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise StopRequested("stopped on request: the run folder holds what was done until now")
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = self._clock()
+        try:
+            yield
+        finally:
+            seconds = self._facts.seconds
+            seconds[phase] = seconds.get(phase, 0.0) + self._clock() - start

@@ -1,0 +1,205 @@
+"""The rollout servers as one body: opening them for a phase, loading versions, losing them and getting them back.
+
+A slot's server is *ready* when it has acknowledged its epoch and serves exactly the published versions. It says itself
+what it serves when it adopts the epoch, so one that was restarted unnoticed between two phases is simply loaded again.
+Calls of one caller to one service run in order, so of the loads that follow only the last answer counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.coordinator.calls import Calls
+from services.coordinator.leases import SERVING, LeaseBook
+from services.core.errors import ServiceLostError, WeightError
+from services.core.protocols import Blob, Clock, Pending, RolloutClient
+from services.core.types import RunEvent, ServedVersions, SlotState
+
+# How long to let a restarting process be before asking again whether it is there.
+PROBE_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    version: int
+    blob: Blob
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Time-outs in seconds: for one call, and for a lost service to come back."""
+
+    call_s: float
+    restart_s: float
+
+
+class Fleet:
+    """`policy` and `drafter` are what every server must serve; `forced` is a strategy name or None."""
+
+    def __init__(
+        self,
+        servers: Sequence[RolloutClient],
+        leases: LeaseBook,
+        calls: Calls,
+        clock: Clock,
+        patience: Patience,
+        tell: Callable[[str, str, str], RunEvent],
+    ) -> None:
+        self.servers = tuple(servers)
+        self._leases = leases
+        self._calls = calls
+        self._clock = clock
+        self._patience = patience
+        self._tell = tell
+        self.policy: Published | None = None
+        self.drafter: Published | None = None
+        self.forced: str | None = None
+        self.on_lost: Callable[[int], None] = lambda slot: None
+        self._served: list[ServedVersions | None] = [None for _ in servers]
+        self._ready: set[int] = set()
+        self._gone: set[int] = set()
+
+    # ------------------------------------------------------------------ what others may ask
+
+    @property
+    def expected(self) -> ServedVersions:
+        return ServedVersions(
+            self.policy.version if self.policy else None, self.drafter.version if self.drafter else None
+        )
+
+    def ready(self, slot: int) -> bool:
+        return slot in self._ready and self._leases.state(slot) in SERVING
+
+    def client(self, slot: int) -> RolloutClient:
+        return self.servers[slot]
+
+    # ------------------------------------------------------------------ opening and releasing
+
+    def open_all(self) -> None:
+        """Open every server that is not lost and wait until it is ready. Raises when none can serve."""
+        while True:
+            self.require_some()
+            for slot in self._leases.in_state(SlotState.IDLE):
+                self.open(slot)
+            if self._ready and self._ready.issuperset(self._leases.in_state(*SERVING)):
+                return
+            self._calls.turn()
+
+    def open(self, slot: int) -> None:
+        """Lease an IDLE slot to its server and bring it to the published versions."""
+        lease = self._leases.change(slot, SlotState.ROLLOUT, self._leases[slot].epoch, self._clock())
+        self._ready.discard(slot)
+        pending = self.servers[slot].open_epoch(lease.epoch)
+        self._post(slot, pending, lambda versions: self._adopted(slot, lease.epoch, versions))
+
+    def release(self, slot: int) -> None:
+        """The server has nothing left: its slot becomes IDLE."""
+        self._ready.discard(slot)
+        self._leases.change(slot, SlotState.IDLE, self._leases[slot].epoch, self._clock())
+
+    def release_all(self) -> None:
+        for slot in self._leases.in_state(*SERVING):
+            self._calls.drop(self.servers[slot].name)
+            self.release(slot)
+
+    def renew_ready(self) -> None:
+        """Start a phase with fresh leases: between two phases nothing was asked, so no heartbeat was owed."""
+        for slot in self._leases.in_state(*SERVING):
+            self._heard(slot, self._leases[slot].epoch)
+
+    def check_versions(self, slot: int, versions: ServedVersions) -> None:
+        """Refuse to go on with a server that serves something else than was published."""
+        if versions != self.expected:
+            name = self.servers[slot].name
+            message = f"{name} serves {_say(versions)} where {_say(self.expected)} was published"
+            self._tell("version_mismatch", name, message)
+            raise WeightError(f"{message}: stop here rather than train on rollouts of unknown weights")
+
+    # ------------------------------------------------------------------ losing and getting back
+
+    def lose(self, slot: int, reason: str) -> None:
+        """The slot's holder died or fell silent: LOST until its server answers again."""
+        if self._leases.state(slot) is SlotState.LOST:
+            return
+        name = self.servers[slot].name
+        self._calls.drop(name)
+        self._ready.discard(slot)
+        self._served[slot] = None
+        self._leases.change(slot, SlotState.LOST, self._leases[slot].epoch, self._clock())
+        self._tell("slot_lost", name, f"slot {slot} is lost: {reason}")
+        self.on_lost(slot)
+        self._probe(slot, self._clock() + self._patience.restart_s)
+
+    def expire(self) -> None:
+        """Declare lost every slot whose lease ran out."""
+        for slot in self._leases.expired(self._clock()):
+            self.lose(slot, "its lease ran out without a heartbeat")
+
+    def require_some(self) -> None:
+        """Raise ServiceLostError when no server is left and none will come back."""
+        if len(self._gone) == len(self.servers):
+            names = ", ".join(s.name for s in self.servers)
+            raise ServiceLostError(
+                names, f"no rollout server is left and none came back within {self._patience.restart_s:.0f} s"
+            )
+
+    def _probe(self, slot: int, give_up_s: float) -> None:
+        def again(reason: str) -> None:
+            if self._clock() >= give_up_s:
+                self._gone.add(slot)
+                self._tell("server_gone", self.servers[slot].name, f"did not come back: {reason}")
+                return
+            self._calls.later(PROBE_PAUSE_S, ask)
+
+        def ask() -> None:
+            left = max(1.0, give_up_s - self._clock())
+            client = self.servers[slot]
+            self._calls.post(client.name, client.process_id(), lambda pid: self._returned(slot, pid), again, left)
+
+        ask()
+
+    def _returned(self, slot: int, process_id: int) -> None:
+        self._leases.change(slot, SlotState.IDLE, self._leases[slot].epoch, self._clock())
+        self._tell("slot_returned", self.servers[slot].name, f"slot {slot} is back, process {process_id}")
+
+    # ------------------------------------------------------------------ acknowledgements
+
+    def _post(self, slot: int, pending: Pending[Any], done: Callable[[Any], None]) -> None:
+        name = self.servers[slot].name
+        self._calls.post(name, pending, done, lambda reason: self.lose(slot, reason), self._patience.call_s)
+
+    def _heard(self, slot: int, epoch: int) -> None:
+        self._leases.renew(slot, epoch, self._clock())
+
+    def _adopted(self, slot: int, epoch: int, has: ServedVersions) -> None:
+        """The server holds the epoch and says what it serves: send what it lacks, and wait for the last answer."""
+        self._heard(slot, epoch)
+        client, last = self.servers[slot], self._served[slot]
+        if last is not None and has != last:
+            self._tell("server_restarted", client.name, f"it serves {_say(has)} where it had {_say(last)}")
+        loads: list[Pending[ServedVersions]] = []
+        if self.policy is not None and has.policy != self.policy.version:
+            loads.append(client.load_policy(self.policy.version, self.policy.blob, epoch))
+        if self.drafter is not None and has.drafter != self.drafter.version:
+            loads.append(client.load_drafter(self.drafter.version, self.drafter.blob, epoch))
+        for pending in loads[:-1]:
+            self._post(slot, pending, lambda _: self._heard(slot, epoch))
+        versions = loads[-1:]
+        strategy = client.set_strategy(self.forced, epoch)
+        if versions:
+            self._post(slot, strategy, lambda _: self._heard(slot, epoch))
+            self._post(slot, versions[0], lambda answer: self._opened(slot, epoch, answer))
+        else:
+            self._post(slot, strategy, lambda _: self._opened(slot, epoch, has))
+
+    def _opened(self, slot: int, epoch: int, versions: ServedVersions) -> None:
+        self._heard(slot, epoch)
+        self.check_versions(slot, versions)
+        self._served[slot] = versions
+        self._ready.add(slot)
+
+
+def _say(versions: ServedVersions) -> str:
+    return f"policy version {versions.policy} and drafter version {versions.drafter}"

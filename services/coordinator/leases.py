@@ -1,0 +1,81 @@
+"""Slot leases: who may use a GPU slot. A pure state machine; the clock is an argument.
+
+    IDLE ──> ROLLOUT <──> DRAINING ──> IDLE        the rollout server holds the slot (draining: it gets no new work)
+    IDLE ──> DRAFTING ──> IDLE                     the drafter trainer holds it
+    IDLE ──> POLICY ──> IDLE                       a colocated policy worker holds it
+    any  ──> LOST ──> IDLE                         the holder died or its lease ran out; it may come back
+
+The epoch grows whenever the holder changes, so whatever a former holder still sends carries a stale epoch and is
+refused. ROLLOUT <-> DRAINING keeps the holder and therefore the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from services.core.errors import StaleEpochError
+from services.core.types import SlotLease, SlotState
+
+S = SlotState
+NEXT: dict[SlotState, frozenset[SlotState]] = {
+    S.IDLE: frozenset({S.ROLLOUT, S.DRAFTING, S.POLICY, S.LOST}),
+    S.ROLLOUT: frozenset({S.DRAINING, S.IDLE, S.LOST}),
+    S.DRAINING: frozenset({S.ROLLOUT, S.IDLE, S.LOST}),
+    S.DRAFTING: frozenset({S.IDLE, S.LOST}),
+    S.POLICY: frozenset({S.IDLE, S.LOST}),
+    S.LOST: frozenset({S.IDLE}),
+}
+SERVING = frozenset({S.ROLLOUT, S.DRAINING})
+HELD = SERVING | {S.DRAFTING, S.POLICY}
+
+OnChange = Callable[[SlotLease, SlotLease, float], None]
+
+
+class LeaseBook:
+    """All slots' leases. `on_change(before, after, now)` sees every change of state."""
+
+    def __init__(self, num_slots: int, lease_s: float, now: float, on_change: OnChange | None = None) -> None:
+        self._lease_s = lease_s
+        self._on_change = on_change
+        self._leases = [SlotLease(slot, S.IDLE, 0, now + lease_s) for slot in range(num_slots)]
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __getitem__(self, slot: int) -> SlotLease:
+        return self._leases[slot]
+
+    def state(self, slot: int) -> SlotState:
+        return self._leases[slot].state
+
+    def in_state(self, *states: SlotState) -> list[int]:
+        return [lease.slot for lease in self._leases if lease.state in states]
+
+    def change(self, slot: int, state: SlotState, epoch: int, now: float) -> SlotLease:
+        """Move a slot on behalf of whoever knows its current `epoch`.
+
+        Raises StaleEpochError for any other epoch; an impossible transition is a programming error.
+        """
+        before = self._checked(slot, epoch)
+        assert state in NEXT[before.state], f"slot {slot}: {before.state} -> {state}"
+        same_holder = before.state in SERVING and state in SERVING
+        after = SlotLease(slot, state, before.epoch + (not same_holder), now + self._lease_s)
+        self._leases[slot] = after
+        if self._on_change is not None:
+            self._on_change(before, after, now)
+        return after
+
+    def renew(self, slot: int, epoch: int, now: float) -> None:
+        """A heartbeat of the holder: any acknowledged command counts. Raises StaleEpochError for a former holder."""
+        self._leases[slot] = replace(self._checked(slot, epoch), deadline_s=now + self._lease_s)
+
+    def expired(self, now: float) -> list[int]:
+        """Held slots whose holder has been silent past its deadline."""
+        return [lease.slot for lease in self._leases if lease.state in HELD and now > lease.deadline_s]
+
+    def _checked(self, slot: int, epoch: int) -> SlotLease:
+        lease = self._leases[slot]
+        if epoch != lease.epoch:
+            raise StaleEpochError(f"slot {slot} is at epoch {lease.epoch}, not {epoch}: ask for a new lease")
+        return lease

@@ -1,0 +1,126 @@
+"""The book of groups of one rollout phase: which rollouts exist, who generates them, what is still missing.
+
+Whatever dies, every group ends with exactly its indices, each once: a rollout counts when it is first recorded, a
+second copy is ignored, and a lost server's open indices go back to the queue with their own seeds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.core.types import FinishReason, GroupWork, Prompt, Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedGroup:
+    """A prompt with all its rollouts in index order, not yet scored."""
+
+    group_id: str
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(slots=True)
+class _Entry:
+    work: GroupWork
+    done: dict[int, Rollout] = field(default_factory=dict)
+    at: dict[int, int] = field(default_factory=dict)  # open index -> slot that generates it
+
+
+class Ledger:
+    def __init__(self, works: Sequence[GroupWork]) -> None:
+        self._entries = {w.group_id: _Entry(w) for w in works}
+        assert len(self._entries) == len(works), "group ids must be unique"
+        self._queue: deque[GroupWork] = deque(works)
+        self._finished: deque[FinishedGroup] = deque()
+        self._open_groups = len(works)
+        self.total = sum(len(w.indices) for w in works)
+        self.recorded = 0
+        self.duplicates = 0
+
+    @property
+    def pending(self) -> tuple[GroupWork, ...]:
+        """Work that no server has, oldest first."""
+        return tuple(self._queue)
+
+    @property
+    def complete(self) -> bool:
+        return self._open_groups == 0
+
+    def outstanding(self, slot: int) -> int:
+        """Rollouts the slot's server has been given and not yet returned."""
+        return sum(1 for e in self._entries.values() for s in e.at.values() if s == slot)
+
+    def assign(self, work: GroupWork, slot: int) -> None:
+        self._queue.remove(work)
+        entry = self._entries[work.group_id]
+        for index in work.indices:
+            assert index not in entry.at and index not in entry.done, f"{work.group_id}#{index} is handed out twice"
+            entry.at[index] = slot
+
+    def record(self, rollout: Rollout, slot: int) -> bool:
+        """Take one finished rollout; False when it is a late duplicate, unknown, or aborted (then queued again)."""
+        entry = self._entries.get(rollout.group_id)
+        if entry is None or rollout.index in entry.done or rollout.index not in entry.work.indices:
+            self.duplicates += 1
+            return False
+        if rollout.finish_reason is FinishReason.ABORT:
+            if entry.at.get(rollout.index) == slot:
+                self._requeue(entry, [rollout.index])
+            return False
+        if rollout.index not in entry.at:
+            # It was given up for lost and queued again, yet here it is: keep it and take it out of the queue.
+            self._unqueue(entry, rollout.index)
+        entry.at.pop(rollout.index, None)
+        entry.done[rollout.index] = rollout
+        self.recorded += 1
+        if len(entry.done) == len(entry.work.indices):
+            ordered = tuple(entry.done[i] for i in sorted(entry.done))
+            self._finished.append(FinishedGroup(entry.work.group_id, entry.work.prompt, ordered))
+            self._open_groups -= 1
+        return True
+
+    def lose(self, slot: int) -> int:
+        """The slot's server is gone: queue its open indices again (same seeds), first in line. Returns how many."""
+        lost = 0
+        for entry in reversed(self._entries.values()):
+            indices = sorted(i for i, s in entry.at.items() if s == slot)
+            if indices:
+                self._requeue(entry, indices)
+                lost += len(indices)
+        return lost
+
+    def take_finished(self) -> list[FinishedGroup]:
+        taken = list(self._finished)
+        self._finished.clear()
+        return taken
+
+    def check_integrity(self) -> None:
+        """Every index is in exactly one place: queued, at a server, or done."""
+        queued: dict[str, list[int]] = {}
+        for work in self._queue:
+            queued.setdefault(work.group_id, []).extend(work.indices)
+        for group_id, entry in self._entries.items():
+            places = [*queued.get(group_id, ()), *entry.at, *entry.done]
+            assert sorted(places) == sorted(entry.work.indices), f"{group_id}: {sorted(places)}"
+
+    def _requeue(self, entry: _Entry, indices: Sequence[int]) -> None:
+        for index in indices:
+            del entry.at[index]
+        self._queue.appendleft(_subset(entry.work, set(indices)))
+
+    def _unqueue(self, entry: _Entry, index: int) -> None:
+        for place, work in enumerate(self._queue):
+            if work.group_id == entry.work.group_id and index in work.indices:
+                rest = set(work.indices) - {index}
+                del self._queue[place]
+                if rest:
+                    self._queue.insert(place, _subset(work, rest))
+                return
+
+
+def _subset(work: GroupWork, keep: set[int]) -> GroupWork:
+    pairs = [(i, s) for i, s in zip(work.indices, work.seeds, strict=True) if i in keep]
+    return GroupWork(work.group_id, work.prompt, tuple(i for i, _ in pairs), tuple(s for _, s in pairs), work.sampling)

@@ -1,0 +1,74 @@
+"""The algorithm. Everything else in Longtail serves these lines.
+
+    policy loop     prompts ─> generate ─> score ─> advantages ─> train_step ─> publish ─> load ─┐
+                       ^                                                                         │
+                       └─────────────────────────────────────────────────────────────────────────┘
+
+    drafter loop    hidden states of train_step ─> buffer ─> train in idle slots ─> publish ─> load
+                    (already computed)                       (inside generate)
+
+Who waits for whom:
+
+- `generate` hands prompt groups to the rollout servers and yields each group when its last rollout is done. It ends
+  when every group has all its rollouts, so the step waits for the longest response: the long tail.
+- `score` waits for nobody: reward workers run beside generation, and only `scored` waits for the last of them.
+- While the tail is generated, a slot with nothing left to generate trains the drafter. Nobody waits for the drafter:
+  its training stops at the next micro-step when `generate` ends, or when work comes back to its slot.
+- `train_step` waits for all rewards. Rollout servers are idle meanwhile; responses are strictly on-policy.
+- `load` waits for every server to say that it serves exactly the published versions. A server that is lost does not
+  hold up the others; it loads before it serves again.
+
+The verbs are a protocol so that the loop can be read, and tested, without any service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from services.coordinator.ledger import FinishedGroup
+from services.core.types import Group, Prompt, TrainBatch
+
+
+class Verbs(Protocol):
+    def prompts(self, step: int) -> Sequence[Prompt]: ...
+
+    def generate(self, step: int, prompts: Sequence[Prompt]) -> Iterator[FinishedGroup]: ...
+
+    def score(self, group: FinishedGroup) -> None: ...
+
+    def scored(self) -> list[Group]: ...
+
+    def advantages(self, groups: Sequence[Group]) -> tuple[float, ...]: ...
+
+    def train_step(self, batch: TrainBatch) -> None: ...
+
+    def publish_policy(self) -> None: ...
+
+    def publish_drafter(self) -> None: ...
+
+    def load(self) -> None: ...
+
+    def evaluate(self, step: int) -> None: ...
+
+    def record(self, step: int) -> None: ...
+
+
+def train(run: Verbs, steps: int, eval_every: int) -> None:
+    """Run `steps` steps; held-out evaluation before, after, and every `eval_every` steps (0: not in between)."""
+    run.publish_policy()
+    run.publish_drafter()
+    run.load()
+    run.evaluate(0)
+    for step in range(1, steps + 1):
+        for finished in run.generate(step, run.prompts(step)):
+            run.score(finished)
+        groups = run.scored()
+        rollouts = tuple(rollout for group in groups for rollout in group.rollouts)
+        run.train_step(TrainBatch(step, rollouts, run.advantages(groups)))
+        run.publish_policy()
+        run.publish_drafter()
+        run.load()
+        run.record(step)
+        if step == steps or (eval_every and step % eval_every == 0):
+            run.evaluate(step)

@@ -1,0 +1,74 @@
+"""From what a step did to its line of metrics. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from services.coordinator.stats import group_stats, mean, quantile
+from services.core.types import (
+    AcceptanceEstimate,
+    DrafterProgress,
+    Group,
+    HiddenStateChunk,
+    PolicyStepReport,
+    SlotState,
+    StepMetrics,
+)
+
+
+@dataclass(slots=True)
+class StepFacts:
+    """Filled while a step runs. `seconds` by phase: rollout, reward, policy, publish."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    slot_seconds: Mapping[SlotState, float] = field(default_factory=dict)
+    groups: Sequence[Group] = ()
+    zero_variance_fraction: float = 0.0
+    policy: PolicyStepReport | None = None
+    chunk: HiddenStateChunk | None = None
+    drafter: Sequence[DrafterProgress] = ()
+    drafter_version: int = 0
+
+
+def step_metrics(step: int, at_s: float, facts: StepFacts, estimates: Sequence[AcceptanceEstimate]) -> StepMetrics:
+    assert facts.policy is not None, "a step is recorded after its train_step"
+    stats, policy = group_stats(facts.groups), facts.policy
+    offline = {e.drafter: e.acceptance_length for e in estimates}
+    micro_steps = sum(p.micro_steps for p in facts.drafter)
+    return StepMetrics(
+        step=step,
+        at_s=at_s,
+        reward_mean=stats.reward_mean,
+        correct_fraction=stats.correct_fraction,
+        num_rollouts=stats.num_rollouts,
+        num_groups=stats.num_groups,
+        response_tokens=sum(stats.lengths),
+        response_len_p50=quantile(stats.lengths, 0.50),
+        response_len_p99=quantile(stats.lengths, 0.99),
+        response_len_max=max(stats.lengths, default=0),
+        truncated_fraction=stats.truncated_fraction,
+        zero_variance_fraction=facts.zero_variance_fraction,
+        reward_errors=stats.reward_errors,
+        acceptance_length=stats.acceptance.acceptance_length,
+        acceptance_rate=stats.acceptance.acceptance_rate,
+        acceptance_length_live_offline=offline.get("live"),
+        acceptance_length_frozen_offline=offline.get("frozen"),
+        steps_by_strategy=dict(stats.acceptance.steps_by_strategy),
+        policy_version=policy.policy_version,
+        drafter_version=facts.drafter_version,
+        policy_loss=policy.loss,
+        grad_norm=policy.grad_norm,
+        kl=policy.kl,
+        entropy=policy.entropy,
+        logprob_gap=policy.logprob_gap,
+        drafter_loss=mean([p.loss for p in facts.drafter]) if facts.drafter else None,
+        drafter_micro_steps=micro_steps,
+        rollout_s=facts.seconds.get("rollout", 0.0),
+        reward_s=facts.seconds.get("reward", 0.0),
+        policy_s=facts.seconds.get("policy", 0.0),
+        publish_s=facts.seconds.get("publish", 0.0),
+        idle_s=facts.slot_seconds.get(SlotState.IDLE, 0.0),
+        drafting_s=facts.slot_seconds.get(SlotState.DRAFTING, 0.0),
+        warnings=policy.warnings,
+    )

@@ -1,0 +1,98 @@
+"""What is happening right now, for the live display. One thread writes; any thread may read the latest view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from services.coordinator.stats import merge_acceptance
+from services.core.protocols import Clock
+from services.core.types import AcceptanceStats, ProgressView, RunEvent, ServerReport
+
+REFRESH_S = 0.25
+EVENTS_SHOWN = 5
+
+
+class ProgressBoard:
+    """`slots` answers with the present state of every slot. `publish` receives a view at most every REFRESH_S."""
+
+    def __init__(
+        self,
+        num_steps: int,
+        clock: Clock,
+        slots: Callable[[], Mapping[str, str]],
+        publish: Callable[[ProgressView], None],
+    ) -> None:
+        self._clock = clock
+        self._slots = slots
+        self._publish = publish
+        self._num_steps = num_steps
+        self._events: list[RunEvent] = []
+        self._tokens = 0
+        self._started_s = clock()
+        self._next_s = 0.0
+        self._finished: list[AcceptanceStats] = []
+        self._running: dict[str, dict[str, AcceptanceStats]] = {}
+        self.phase = "starting"
+        self.step = 0
+        self.rollouts_total = 0
+        self.rollouts_done = 0
+        self.reward_mean: float | None = None
+        self.heldout_reward: float | None = None
+        self.policy_version = 0
+        self.drafter_version = 0
+        self.latest = self._view()
+
+    def begin(self, phase: str, rollouts_total: int) -> None:
+        self.phase, self.rollouts_total, self.rollouts_done = phase, rollouts_total, 0
+        self._tokens, self._started_s = 0, self._clock()
+        self._finished, self._running = [], {}
+        self.refresh(force=True)
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+        self.refresh(force=True)
+
+    def report(self, server: str, report: ServerReport) -> None:
+        """Take one server report: tokens, and the acceptance of each request that runs or has finished."""
+        self._tokens += report.new_tokens
+        self._running[server] = {r.rollout_id: r.acceptance for r in report.running}
+        self._finished.extend(r.acceptance for r in report.finished)
+        self.refresh()
+
+    def forget(self, server: str) -> None:
+        self._running.pop(server, None)
+
+    def acceptance_by_request(self) -> dict[str, float | None]:
+        """Acceptance length of every request that runs now."""
+        return {rid: a.acceptance_length for per in self._running.values() for rid, a in per.items()}
+
+    def event(self, event: RunEvent) -> None:
+        self._events = [*self._events, event][-EVENTS_SHOWN:]
+        self.refresh(force=True)
+
+    def refresh(self, force: bool = False) -> None:
+        now = self._clock()
+        if force or now >= self._next_s:
+            self._next_s = now + REFRESH_S
+            self.latest = self._view()
+            self._publish(self.latest)
+
+    def _view(self) -> ProgressView:
+        running = [a for per in self._running.values() for a in per.values()]
+        elapsed = self._clock() - self._started_s
+        return ProgressView(
+            phase=self.phase,
+            step=self.step,
+            num_steps=self._num_steps,
+            rollouts_done=self.rollouts_done,
+            rollouts_total=self.rollouts_total,
+            rollouts_running=len(running),
+            tokens_per_s=self._tokens / elapsed if elapsed > 0 else 0.0,
+            acceptance_length=merge_acceptance([*self._finished, *running]).acceptance_length,
+            reward_mean=self.reward_mean,
+            heldout_reward=self.heldout_reward,
+            policy_version=self.policy_version,
+            drafter_version=self.drafter_version,
+            slots=dict(self._slots()),
+            events=tuple(self._events),
+        )

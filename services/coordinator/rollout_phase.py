@@ -1,0 +1,167 @@
+"""One rollout phase: prompt groups go to servers, finished groups come out, idle slots train the drafter.
+
+Each ready server with work has exactly one `advance` outstanding, of about `advance_budget_s`. Whenever any call is
+answered the phase looks again: give out queued work, release slots that have none, start or stop drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from services.coordinator import scheduler
+from services.coordinator.calls import Calls
+from services.coordinator.drafting import Drafting
+from services.coordinator.fleet import Fleet
+from services.coordinator.leases import LeaseBook
+from services.coordinator.ledger import FinishedGroup, Ledger
+from services.coordinator.progress import ProgressBoard
+from services.coordinator.scheduler import SlotView
+from services.core.protocols import Clock
+from services.core.types import GroupWork, ServerReport, SlotState
+
+
+class RolloutPhase:
+    """Reused for every phase of a run. `max_running` is a server's capacity in rollouts."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        drafting: Drafting,
+        leases: LeaseBook,
+        calls: Calls,
+        clock: Clock,
+        board: ProgressBoard,
+        max_running: int,
+        advance_budget_s: float,
+        call_timeout_s: float,
+    ) -> None:
+        self._fleet = fleet
+        self._drafting = drafting
+        self._leases = leases
+        self._calls = calls
+        self._clock = clock
+        self._board = board
+        self._max_running = max_running
+        self._budget_s = advance_budget_s
+        self._timeout_s = call_timeout_s
+        self._ledger = Ledger([])
+        self._advancing: set[int] = set()
+        fleet.on_lost = self._slot_lost
+
+    def generate(self, works: Sequence[GroupWork], draft: bool) -> Iterator[FinishedGroup]:
+        """Yield each group as its last rollout finishes. `draft`: idle slots may train the drafter.
+
+        Raises ServiceLostError when no server is left.
+        """
+        ledger = self._ledger = Ledger(works)
+        self._fleet.renew_ready()
+        while not ledger.complete:
+            self._fleet.require_some()
+            self._give_out()
+            self._draft(draft)
+            self._advance()
+            self._calls.turn()
+            self._fleet.expire()
+            yield from ledger.take_finished()
+        ledger.check_integrity()
+        self._drafting.finish()
+        self._fleet.release_all()
+        self._advancing.clear()
+
+    # ------------------------------------------------------------------ what the scheduler decided
+
+    def _views(self) -> list[SlotView]:
+        return [
+            SlotView(
+                slot=slot,
+                state=self._leases.state(slot),
+                outstanding=self._ledger.outstanding(slot),
+                serves=self._fleet.ready(slot),
+                can_draft=self._drafting.can_draft(slot),
+            )
+            for slot in range(len(self._leases))
+        ]
+
+    def _give_out(self) -> None:
+        pending = self._ledger.pending
+        if pending:
+            for slot in scheduler.slots_to_wake(pending, self._views(), self._max_running):
+                self._fleet.open(slot)
+            given: dict[int, list[GroupWork]] = {}
+            for choice in scheduler.hand_out(pending, self._views(), self._max_running):
+                given.setdefault(choice.slot, []).append(choice.work)
+            for slot, works in given.items():
+                self._submit(slot, works)
+        self._drain_and_release()
+
+    def _submit(self, slot: int, works: Sequence[GroupWork]) -> None:
+        if self._leases.state(slot) is SlotState.DRAINING:
+            self._change(slot, SlotState.ROLLOUT)
+        for work in works:
+            self._ledger.assign(work, slot)
+        client, epoch = self._fleet.client(slot), self._leases[slot].epoch
+        pending = client.submit(works, epoch)
+        self._calls.post(
+            client.name,
+            pending,
+            lambda _: self._leases.renew(slot, epoch, self._clock()),
+            lambda reason: self._fleet.lose(slot, reason),
+            self._timeout_s,
+        )
+
+    def _drain_and_release(self) -> None:
+        pending, views = self._ledger.pending, self._views()
+        for slot in scheduler.slots_to_release(pending, views):
+            # A server that is still opening, or whose last answer is on its way, is not idle yet.
+            if self._fleet.ready(slot) and not self._calls.outstanding(self._fleet.client(slot).name):
+                self._fleet.release(slot)
+        if not pending:
+            for view in views:
+                if view.outstanding and self._leases.state(view.slot) is SlotState.ROLLOUT:
+                    self._change(view.slot, SlotState.DRAINING)
+
+    def _draft(self, allowed: bool) -> None:
+        pending, views = self._ledger.pending, self._views()
+        if self._drafting.slot is not None:
+            if scheduler.drafting_must_stop(pending, views):
+                self._drafting.stop()
+        elif allowed:
+            slot = scheduler.slot_to_draft(pending, views, self._drafting.has_data, self._drafting.last)
+            if slot is not None:
+                self._drafting.start(slot)
+
+    # ------------------------------------------------------------------ one outstanding `advance` per server with work
+
+    def _advance(self) -> None:
+        for slot in self._leases.in_state(SlotState.ROLLOUT, SlotState.DRAINING):
+            if slot not in self._advancing and self._fleet.ready(slot) and self._ledger.outstanding(slot):
+                self._advance_one(slot)
+
+    def _advance_one(self, slot: int) -> None:
+        client, epoch = self._fleet.client(slot), self._leases[slot].epoch
+        self._advancing.add(slot)
+        self._calls.post(
+            client.name,
+            client.advance(self._budget_s, epoch),
+            lambda report: self._reported(slot, epoch, report),
+            lambda reason: self._fleet.lose(slot, reason),
+            self._timeout_s,
+        )
+
+    def _reported(self, slot: int, epoch: int, report: ServerReport) -> None:
+        self._advancing.discard(slot)
+        self._leases.renew(slot, epoch, self._clock())
+        self._fleet.check_versions(slot, report.versions)
+        for rollout in report.finished:
+            self._ledger.record(rollout, slot)
+        self._board.rollouts_done = self._ledger.recorded
+        self._board.report(self._fleet.client(slot).name, report)
+
+    def _slot_lost(self, slot: int) -> None:
+        self._advancing.discard(slot)
+        self._board.forget(self._fleet.client(slot).name)
+        self._drafting.slot_lost(slot)
+        self._ledger.lose(slot)
+
+    def _change(self, slot: int, state: SlotState) -> None:
+        self._leases.change(slot, state, self._leases[slot].epoch, self._clock())

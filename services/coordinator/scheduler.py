@@ -1,0 +1,84 @@
+"""Decisions, and nothing but decisions: views in, choices out. No clock, no calls, no state.
+
+Two questions are answered here: which server gets which prompt group, and which slot trains the drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.core.types import GroupWork, SlotState
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """What the scheduler knows about a slot. `outstanding` counts rollouts given to its server and not returned;
+    `serves` and `can_draft` say whether server and drafter trainer are alive and loaded."""
+
+    slot: int
+    state: SlotState
+    outstanding: int
+    serves: bool
+    can_draft: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    slot: int
+    work: GroupWork
+
+
+ACCEPTS_WORK = frozenset({SlotState.ROLLOUT, SlotState.DRAINING})
+
+
+def hand_out(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running: int) -> list[Assignment]:
+    """Give queued work to servers, one prompt group at a time, always to the least loaded one that has room.
+
+    Least loaded first keeps the loads within one group of each other, so no server is left without work while
+    another holds more than its fair share; what fits nowhere stays queued, ready for whoever frees a place first.
+    Order is kept: the first piece that does not fit ends the round, so a full group cannot starve behind small ones.
+    """
+    load = {v.slot: v.outstanding for v in slots if v.serves and v.state in ACCEPTS_WORK}
+    given: list[Assignment] = []
+    for work in pending:
+        slot = min(load, key=lambda s: (load[s], s), default=None)
+        if slot is None or load[slot] + len(work.indices) > max_running:
+            break
+        load[slot] += len(work.indices)
+        given.append(Assignment(slot, work))
+    return given
+
+
+def slots_to_wake(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running: int) -> list[int]:
+    """IDLE slots whose server should come back because queued work is left over for it."""
+    left = len(pending) - len(hand_out(pending, slots, max_running))
+    return [v.slot for v in slots if v.state is SlotState.IDLE][:left]
+
+
+def slots_to_release(pending: Sequence[GroupWork], slots: Sequence[SlotView]) -> list[int]:
+    """Serving slots with nothing queued for them and nothing running in them: they turn IDLE."""
+    if pending:
+        return []
+    return [v.slot for v in slots if v.state in ACCEPTS_WORK and v.outstanding == 0]
+
+
+def slot_to_draft(
+    pending: Sequence[GroupWork], slots: Sequence[SlotView], has_data: bool, last: int | None
+) -> int | None:
+    """The IDLE slot that should train the drafter now, or None.
+
+    Only while no work waits, another slot still generates, and no slot trains already: one trainer at a time holds
+    the training state. The slot that trained `last` is preferred.
+    """
+    busy = any(v.state in ACCEPTS_WORK and v.outstanding for v in slots)
+    training = any(v.state is SlotState.DRAFTING for v in slots)
+    if pending or training or not busy or not has_data:
+        return None
+    free = [v.slot for v in slots if v.state is SlotState.IDLE and v.can_draft]
+    return last if last in free else min(free, default=None)
+
+
+def drafting_must_stop(pending: Sequence[GroupWork], slots: Sequence[SlotView]) -> bool:
+    """True when work came back, or nothing generates any more: the training slot yields at its next micro-step."""
+    return bool(pending) or not any(v.state in ACCEPTS_WORK and v.outstanding for v in slots)

@@ -1,0 +1,62 @@
+"""Rewards: a finished group goes to the reward workers at once, while other groups still generate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from services.coordinator.calls import Calls
+from services.coordinator.fleet import PROBE_PAUSE_S, Patience
+from services.coordinator.ledger import FinishedGroup
+from services.core.errors import ServiceLostError
+from services.core.protocols import Clock, RewardClient
+from services.core.types import Group, Reward, RunEvent
+
+OWNER = "reward"
+
+
+class Scoring:
+    def __init__(
+        self,
+        client: RewardClient,
+        calls: Calls,
+        clock: Clock,
+        patience: Patience,
+        tell: Callable[[str, str, str], RunEvent],
+    ) -> None:
+        self._client = client
+        self._calls = calls
+        self._clock = clock
+        self._patience = patience
+        self._tell = tell
+        self._scored: dict[str, Group] = {}
+        self._open: set[str] = set()
+        self._lost = False
+
+    def submit(self, group: FinishedGroup) -> None:
+        self._open.add(group.group_id)
+        self._ask(group, self._clock() + self._patience.restart_s)
+
+    def collect(self) -> list[Group]:
+        """Wait for every submitted group; all of them in group order, and start afresh."""
+        while self._open:
+            self._calls.turn()
+        groups = [self._scored[group_id] for group_id in sorted(self._scored)]
+        self._scored = {}
+        return groups
+
+    def _ask(self, group: FinishedGroup, give_up_s: float) -> None:
+        def done(rewards: Sequence[Reward]) -> None:
+            self._lost = False
+            self._open.discard(group.group_id)
+            self._scored[group.group_id] = Group(group.prompt, group.rollouts, tuple(rewards))
+
+        def lost(reason: str) -> None:
+            if not self._lost:
+                self._lost = True
+                self._tell("reward_lost", OWNER, f"reward workers are lost, asking again: {reason}")
+            if self._clock() >= give_up_s:
+                raise ServiceLostError(OWNER, f"{reason}; not back within {self._patience.restart_s:.0f} s")
+            self._calls.later(PROBE_PAUSE_S, lambda: self._ask(group, give_up_s))
+
+        pending = self._client.score([group.prompt] * len(group.rollouts), group.rollouts)
+        self._calls.post(OWNER, pending, done, lost, self._patience.call_s)

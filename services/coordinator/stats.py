@@ -1,0 +1,67 @@
+"""Sums over rollouts and rewards, pure: acceptance, lengths, means."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from services.core.types import AcceptanceStats, FinishReason, Group
+
+
+def merge_acceptance(parts: Iterable[AcceptanceStats]) -> AcceptanceStats:
+    """The sum of several requests' accounting."""
+    histogram: Counter[int] = Counter()
+    steps: Counter[str] = Counter()
+    proposed = 0
+    for part in parts:
+        histogram.update(dict(enumerate(part.histogram)))
+        steps.update(part.steps_by_strategy)
+        proposed += part.proposed
+    depth = max((k for k, n in histogram.items() if n), default=-1)
+    return AcceptanceStats(tuple(histogram[k] for k in range(depth + 1)), proposed, dict(steps))
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Linear interpolation between order statistics; 0.0 for no values."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStats:
+    """One phase's rollouts in numbers. Rollouts whose verifier failed count in `reward_errors`, not in the means."""
+
+    num_groups: int
+    num_rollouts: int
+    reward_mean: float
+    correct_fraction: float
+    reward_errors: int
+    lengths: tuple[int, ...]
+    truncated_fraction: float
+    acceptance: AcceptanceStats
+
+
+def group_stats(groups: Sequence[Group]) -> GroupStats:
+    rollouts = [r for g in groups for r in g.rollouts]
+    rewards = [r for g in groups for r in g.rewards]
+    judged = [r for r in rewards if r.error is None]
+    return GroupStats(
+        num_groups=len(groups),
+        num_rollouts=len(rollouts),
+        reward_mean=mean([r.value for r in judged]),
+        correct_fraction=mean([float(r.correct) for r in judged]),
+        reward_errors=len(rewards) - len(judged),
+        lengths=tuple(len(r.response_ids) for r in rollouts),
+        truncated_fraction=mean([float(r.finish_reason is FinishReason.LENGTH) for r in rollouts]),
+        acceptance=merge_acceptance(r.acceptance for r in rollouts),
+    )

@@ -1,0 +1,62 @@
+"""The run in one dictionary, kept up to date as the run goes so that a stopped or failed run has a valid one. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.core.types import EvalResult, StepMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Median wall seconds of the same prompts and seeds without and with speculation, and greedy differences."""
+
+    rollout_seconds_off: float
+    rollout_seconds_on: float
+    greedy_mismatches: int
+    acceptance_length_on: float | None
+    repeats: int
+    greedy_checked: int
+
+
+@dataclass(slots=True)
+class Summary:
+    steps: list[StepMetrics] = field(default_factory=list)
+    evaluations: list[EvalResult] = field(default_factory=list)
+    comparison: Comparison | None = None
+    events: int = 0
+    policy_version: int = 0
+    drafter_version: int = 0
+
+    def as_dict(self, status: str, wall_s: float, error: str | None = None) -> dict[str, Any]:
+        """`status` is finished, stopped or failed. Numbers that were not measured are None."""
+        measured = [m.acceptance_length for m in self.steps if m.acceptance_length is not None]
+        live = [m for m in self.steps if m.acceptance_length_live_offline is not None]
+        evaluated = [e.reward_mean for e in self.evaluations]
+        compared = self.comparison
+        return {
+            "status": status,
+            "error": error,
+            "steps": len(self.steps),
+            "groups": sum(m.num_groups for m in self.steps),
+            "rollouts": sum(m.num_rollouts for m in self.steps),
+            "heldout_reward_before": evaluated[0] if evaluated else None,
+            "heldout_reward_after": evaluated[-1] if len(evaluated) > 1 else None,
+            "acceptance_length_first": measured[0] if measured else None,
+            "acceptance_length_last": measured[-1] if measured else None,
+            "acceptance_length_frozen_last": live[-1].acceptance_length_frozen_offline if live else None,
+            "acceptance_length_live_last_offline": live[-1].acceptance_length_live_offline if live else None,
+            "idle_seconds": sum(m.idle_s for m in self.steps),
+            "drafting_seconds": sum(m.drafting_s for m in self.steps),
+            "rollout_seconds_off": compared.rollout_seconds_off if compared else None,
+            "rollout_seconds_on": compared.rollout_seconds_on if compared else None,
+            "greedy_mismatches": compared.greedy_mismatches if compared else None,
+            "greedy_checked": compared.greedy_checked if compared else None,
+            "compare_repeats": compared.repeats if compared else None,
+            "compare_acceptance_length": compared.acceptance_length_on if compared else None,
+            "policy_version": self.policy_version,
+            "drafter_version": self.drafter_version,
+            "events": self.events,
+            "wall_seconds": wall_s,
+        }

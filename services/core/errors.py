@@ -1,0 +1,67 @@
+"""One tree of typed errors for what users and the wire can get wrong.
+
+Every message says what happened and what to do about it. Programmer invariants use `assert`, not these.
+"""
+
+from __future__ import annotations
+
+
+class LongtailError(Exception):
+    """Base of everything a user may see; `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class ConfigError(LongtailError):
+    """The configuration cannot be run: unknown key, wrong value, impossible combination."""
+
+    exit_code = 2
+
+
+class DataError(LongtailError):
+    """A prompt set or model file is unusable; the message names file, line and reason."""
+
+    exit_code = 2
+
+
+class RequestError(LongtailError):
+    """A rollout request the engine cannot serve (too long, bad sampling parameters); nothing was started."""
+
+
+class WeightError(LongtailError):
+    """A weight load was refused (nothing matched, wrong shape, not finite); the receiver keeps what it had."""
+
+
+class BatchError(LongtailError):
+    """A trainer was handed rollouts, rewards or hidden states it must not learn from (misaligned, NaN, wrong size)."""
+
+
+class StaleEpochError(LongtailError):
+    """A message carried an epoch that is no longer the slot's; the sender must refresh its lease."""
+
+
+class ServiceLostError(LongtailError):
+    """A remote service died or became unreachable; `name` says which. `permanent`: it will not be restarted."""
+
+    def __init__(self, name: str, reason: str, permanent: bool = False) -> None:
+        super().__init__(f"{name} is lost: {reason}")
+        self.name = name
+        self.reason = reason
+        self.permanent = permanent
+
+    def __reduce__(self) -> tuple[type[ServiceLostError], tuple[str, str, bool]]:
+        return type(self), (self.name, self.reason, self.permanent)
+
+
+class WaitTimeoutError(LongtailError):
+    """A wait ran out; the message says what was waited for and for how long."""
+
+
+class ControlMessageError(LongtailError):
+    """A control message carried tensor data; tensors travel by reference only."""
+
+
+class StopRequested(LongtailError):
+    """The user asked the run to stop (Ctrl-C); raised at the next safe point so that the run folder stays valid."""
+
+    exit_code = 130

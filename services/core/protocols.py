@@ -1,0 +1,116 @@
+"""What the coordinator asks of the other services, and what a transport must offer.
+
+The coordinator never sees a tensor: `Blob` is an opaque reference that a transport resolves at the receiver (a Ray
+ObjectRef over the cluster, the value itself in one process). Every call returns a `Pending`; nothing waits without a
+time-out. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NewType, Protocol, TypeVar
+
+from services.core.types import (
+    AcceptanceEstimate,
+    DrafterProgress,
+    GroupWork,
+    HiddenStateChunk,
+    PolicyStepReport,
+    Prompt,
+    Reward,
+    Rollout,
+    ServedVersions,
+    ServerReport,
+    TrainBatch,
+)
+
+Blob = NewType("Blob", object)
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Clock(Protocol):
+    def __call__(self) -> float:
+        """Seconds, monotonic."""
+
+
+class Pending(Protocol[T_co]):
+    """A call under way. `result` raises what the call raised, `ServiceLostError` when the callee died, or
+    `WaitTimeoutError` naming the callee and method."""
+
+    @property
+    def what(self) -> str: ...
+
+    def result(self, timeout_s: float) -> T_co: ...
+
+
+class Waiter(Protocol):
+    def wait(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[Pending[Any]]:
+        """Return those that are ready as soon as at least one is, or an empty list after `timeout_s`."""
+
+
+class RolloutClient(Protocol):
+    """One rollout server. `epoch` is the slot lease's epoch; a stale one raises StaleEpochError at the server."""
+
+    @property
+    def name(self) -> str: ...
+
+    def open_epoch(self, epoch: int) -> Pending[ServedVersions]:
+        """Adopt `epoch`, dropping whatever an older epoch left running; answers with the served versions."""
+
+    def submit(self, work: Sequence[GroupWork], epoch: int) -> Pending[None]: ...
+
+    def advance(self, budget_s: float, epoch: int) -> Pending[ServerReport]:
+        """Generate for about `budget_s`, or until nothing is left, then report."""
+
+    def load_policy(self, version: int, blob: Blob, epoch: int) -> Pending[ServedVersions]: ...
+
+    def load_drafter(self, version: int, blob: Blob, epoch: int) -> Pending[ServedVersions]: ...
+
+    def set_strategy(self, name: str | None, epoch: int) -> Pending[None]:
+        """Force one strategy by name ("off", "eagle_3_1_4", ...); None gives the choice back to the selector."""
+
+    def process_id(self) -> Pending[int]: ...
+
+
+class DrafterClient(Protocol):
+    """The drafter trainer of one slot."""
+
+    @property
+    def name(self) -> str: ...
+
+    def begin(self, state: Blob, epoch: int) -> Pending[None]:
+        """Adopt trainable tensors and optimizer state and the epoch."""
+
+    def load_target_head(self, policy_version: int, blob: Blob) -> Pending[None]:
+        """Adopt the target's embedding and LM head from a published policy."""
+
+    def add_chunk(self, chunk: HiddenStateChunk, blob: Blob) -> Pending[None]: ...
+
+    def train(self, budget_s: float, epoch: int) -> Pending[DrafterProgress]:
+        """Run micro-steps for about `budget_s`, at least one; zero micro_steps when the buffer is empty."""
+
+    def snapshot(self, epoch: int) -> tuple[Pending[int], Blob]:
+        """(total_steps, state): state as for `begin`."""
+
+    def export(self, state: Blob) -> tuple[Pending[int], Blob]:
+        """(number of tensors, trainable tensors as for RolloutClient.load_drafter)."""
+
+    def estimate(self, drafters: dict[str, Blob], blob: Blob) -> Pending[list[AcceptanceEstimate]]:
+        """Offline acceptance of several drafter states on the same chunk."""
+
+    def process_id(self) -> Pending[int]: ...
+
+
+class PolicyClient(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def train_step(self, batch: TrainBatch) -> tuple[Pending[PolicyStepReport], Pending[HiddenStateChunk], Blob]:
+        """One optimizer update; the chunk holds the target hidden states of the forward pass over the rollouts."""
+
+    def publish(self) -> tuple[Pending[int], Blob]:
+        """(policy_version, weights)."""
+
+
+class RewardClient(Protocol):
+    def score(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> Pending[list[Reward]]: ...

@@ -1,0 +1,378 @@
+"""The records that slices exchange, in lifecycle order. Reading top to bottom is reading the data flow.
+
+All are frozen and hold plain Python values only (ids, counts, versions, floats): tensors travel by reference, see
+`services.core.protocols.Blob`. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+# ---------------------------------------------------------------------------- prompts and work
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem. `id` is a hash of task and text, so equal prompts have equal ids across runs and files."""
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    answer: str
+    task: str
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How responses are drawn. `top_k` 0 and `top_p` 1.0 and `min_p` 0.0 mean off; temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWork:
+    """The unit handed to a rollout server: some or all rollouts of one prompt, sharing one prefill.
+
+    `indices[i]` in [0, group_size) with `seeds[i]` names each rollout; a re-dispatch after a loss carries the missing
+    indices only.
+    """
+
+    group_id: str
+    prompt: Prompt
+    indices: tuple[int, ...]
+    seeds: tuple[int, ...]
+    sampling: SamplingParams
+
+    def __post_init__(self) -> None:
+        assert len(self.indices) == len(self.seeds) > 0
+        assert len(set(self.indices)) == len(self.indices)
+
+
+# ---------------------------------------------------------------------------- responses and rollouts
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceStats:
+    """Speculation accounting of one rollout (or a sum of several).
+
+    `histogram[k]` counts verify steps that accepted k draft tokens (bonus excluded); `proposed` counts draft tokens
+    offered; `steps_by_strategy` counts verify steps per strategy name, OFF decode steps under "off".
+    """
+
+    histogram: tuple[int, ...] = ()
+    proposed: int = 0
+    steps_by_strategy: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def verify_steps(self) -> int:
+        return sum(self.histogram)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(k * n for k, n in enumerate(self.histogram))
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens committed per verify step, bonus included; None without a verify step."""
+        return 1 + self.num_accepted_tokens / self.verify_steps if self.verify_steps else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over proposed draft tokens, in [0, 1]; None when nothing was proposed."""
+        return self.num_accepted_tokens / self.proposed if self.proposed else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One prompt + one response + logprobs + versions.
+
+    `rollout_logprobs` has one entry per token of `response_ids`, natural log under the *processed* target
+    distribution (temperature, top-k, top-p, min-p applied, in this order; a greedy token has 0.0);
+    `logprob_convention` records that. `text` is `decode(response_ids)`, cut before a matched stop string; training
+    uses `response_ids` only. Versions are in the order in which they were served.
+    """
+
+    group_id: str
+    prompt_id: str
+    index: int
+    seed: int
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason
+    sampling: SamplingParams
+    policy_versions: tuple[int, ...]
+    drafter_versions: tuple[int, ...]
+    acceptance: AcceptanceStats
+    server: str = ""
+    started_s: float = 0.0
+    finished_s: float = 0.0
+    logprob_convention: str = "processed"
+
+    def __post_init__(self) -> None:
+        assert len(self.rollout_logprobs) == len(self.response_ids), "one logprob per emitted token"
+
+    @property
+    def rollout_id(self) -> str:
+        return f"{self.group_id}#{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """What a rollout server tells about one request that is still generating."""
+
+    rollout_id: str
+    num_tokens: int
+    acceptance: AcceptanceStats
+
+
+@dataclass(frozen=True, slots=True)
+class ServedVersions:
+    """Versions an engine serves right now, reported by the engine itself; None before the first load."""
+
+    policy: int | None
+    drafter: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReport:
+    """Answer of a rollout server to one `advance`: what finished since the last report and what still runs."""
+
+    finished: tuple[Rollout, ...]
+    running: tuple[RunningRequest, ...]
+    waiting: int
+    new_tokens: int
+    busy_s: float
+    strategy: str
+    versions: ServedVersions
+
+
+# ---------------------------------------------------------------------------- rewards and groups
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """Scalar from a verifier. `error` is set when the verifier failed: an error is not a wrong answer."""
+
+    value: float
+    correct: bool
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All `group_size` rollouts of one prompt with their rewards, in index order."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    rewards: tuple[Reward, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.rollouts) == len(self.rewards)
+        assert [r.index for r in self.rollouts] == list(range(len(self.rollouts)))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """Rollouts of one step with one advantage each (group-relative credit), ready for the policy trainer."""
+
+    step: int
+    rollouts: tuple[Rollout, ...]
+    advantages: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.rollouts) == len(self.advantages)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyStepReport:
+    """Scalars of one policy train_step. `policy_version` is the version after the step."""
+
+    policy_version: int
+    loss: float
+    grad_norm: float
+    kl: float
+    clip_fraction: float
+    logprob_gap: float  # mean |policy_logprobs - rollout_logprobs| before the update, in nats: a mismatch alarm
+    entropy: float
+    num_tokens: int
+    zero_variance_fraction: float
+    warnings: tuple[str, ...]
+    busy_s: float
+
+
+# ---------------------------------------------------------------------------- drafter
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStateChunk:
+    """Handle of hidden states that stay where they are: counts and version only; the `Blob` beside it
+    resolves to them."""
+
+    policy_version: int
+    step: int
+    num_sequences: int
+    num_tokens: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterProgress:
+    """What one `train` call of a drafter trainer did. `expected_acceptance[k]` is the mean sum of
+    min(target_probs, draft_probs) at draft depth k + 1."""
+
+    micro_steps: int
+    total_steps: int
+    num_tokens: int
+    loss: float
+    expected_acceptance: tuple[float, ...]
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceEstimate:
+    """Offline, teacher-forced acceptance of one drafter on given rollouts.
+
+    `per_depth[k]`: mean sum of min(target_probs, draft_probs) at depth k + 1; `acceptance_length`: the expected
+    tokens per verify step of a chain of that depth, bonus included.
+    """
+
+    drafter: str
+    per_depth: tuple[float, ...]
+    acceptance_length: float
+    num_tokens: int
+
+
+# ---------------------------------------------------------------------------- slots
+
+
+class SlotState(StrEnum):
+    ROLLOUT = "rollout"
+    DRAINING = "draining"
+    IDLE = "idle"
+    DRAFTING = "drafting"
+    POLICY = "policy"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLease:
+    """Who may use a GPU slot. `epoch` grows with every change of holder; `deadline_s` is renewed by heartbeats."""
+
+    slot: int
+    state: SlotState
+    epoch: int
+    deadline_s: float
+
+
+# ---------------------------------------------------------------------------- what the run folder and the display get
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSpan:
+    """One coloured bar of the slot timeline, seconds since the start of the run."""
+
+    slot: str
+    role: str
+    start_s: float
+    end_s: float
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvent:
+    """Something worth telling a person: a lost server, a return, a published drafter, a refused load."""
+
+    at_s: float
+    kind: str
+    subject: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One line of `metrics.jsonl`. Seconds are wall clock; idle and drafting seconds are summed over slots."""
+
+    step: int
+    at_s: float
+    reward_mean: float
+    correct_fraction: float
+    num_rollouts: int
+    num_groups: int
+    response_tokens: int
+    response_len_p50: float
+    response_len_p99: float
+    response_len_max: int
+    truncated_fraction: float
+    zero_variance_fraction: float
+    reward_errors: int
+    acceptance_length: float | None
+    acceptance_rate: float | None
+    acceptance_length_live_offline: float | None
+    acceptance_length_frozen_offline: float | None
+    steps_by_strategy: Mapping[str, int]
+    policy_version: int
+    drafter_version: int
+    policy_loss: float
+    grad_norm: float
+    kl: float
+    entropy: float
+    logprob_gap: float
+    drafter_loss: float | None
+    drafter_micro_steps: int
+    rollout_s: float
+    reward_s: float
+    policy_s: float
+    publish_s: float
+    idle_s: float
+    drafting_s: float
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """Held-out evaluation at the run's temperature."""
+
+    step: int
+    at_s: float
+    num_prompts: int
+    num_rollouts: int
+    reward_mean: float
+    correct_fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressView:
+    """What the live display shows; cheap to produce at any time."""
+
+    phase: str
+    step: int
+    num_steps: int
+    rollouts_done: int
+    rollouts_total: int
+    rollouts_running: int
+    tokens_per_s: float
+    acceptance_length: float | None
+    reward_mean: float | None
+    heldout_reward: float | None
+    policy_version: int
+    drafter_version: int
+    slots: Mapping[str, str]
+    events: tuple[RunEvent, ...] = ()

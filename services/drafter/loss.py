@@ -1,0 +1,103 @@
+"""Drafter loss and expected acceptance, both from the unrolled drafter's predicted hidden states.
+
+The target's distribution is head(target_hidden), the drafter's head(predicted). Embedding and head are the target's
+and get no gradient: only the drafter learns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from services.drafter.packing import DraftRows
+
+
+@dataclass(frozen=True)
+class DrafterLoss:
+    """`loss` is differentiable; `overlap[j]` is the sum over supervised entries of depth j of the expected acceptance
+    sum_v min(target_probs, draft_probs)."""
+
+    loss: Tensor
+    overlap: tuple[float, ...]
+
+
+def supervised_counts(batches: Sequence[DraftRows], depths: int) -> list[int]:
+    """Supervised entries of each depth over all batches of a micro-step: the divisors of `drafter_loss`."""
+    return [sum(int((b.loss_mask & b.started(j)).sum()) for b in batches) for j in range(depths)]
+
+
+def drafter_loss(
+    predicted: Sequence[Tensor],
+    rows: DraftRows,
+    head: Tensor,
+    counts: Sequence[int],
+    feature_weight: float,
+    decay: float,
+    temperature: float,
+) -> DrafterLoss:
+    """This batch's share of the micro-step's loss: the mean over depths, weighted decay^j, of soft cross-entropy with
+    the target's distribution + feature_weight * smooth-L1 between hidden states, both averaged over supervised entries.
+
+    predicted: [R,W,H] per depth; head [V,H]; `counts` over all batches of the micro-step, so that the sum of the shares
+    does not depend on the packing. The loss compares at temperature 1, `overlap` at the run's `temperature`.
+    """
+    head = head.detach()
+    target = F.linear(rows.target_hidden[rows.loss_mask], head).float()
+    target_logprobs = target.log_softmax(-1)
+    total = predicted[0].new_zeros(())
+    overlap = []
+    for j, out in enumerate(predicted):
+        mask = rows.loss_mask & rows.started(j)
+        among = mask[rows.loss_mask]
+        if not bool(among.any()):
+            overlap.append(0.0)
+            continue
+        drafted = F.linear(out[mask], head).float()
+        entropy = -(target_logprobs[among].exp() * drafted.log_softmax(-1)).sum()
+        feature = F.smooth_l1_loss(out[mask], rows.target_hidden[mask], reduction="sum") / out.shape[-1]
+        total = total + decay**j / counts[j] * (entropy + feature_weight * feature)
+        overlap.append(float(_overlap(target[among], drafted.detach(), temperature).sum()))
+    scale = sum(decay**j for j, n in enumerate(counts) if n)
+    return DrafterLoss(total / scale if scale else total, tuple(overlap))
+
+
+def expected_acceptance(predicted: Sequence[Tensor], rows: DraftRows, head: Tensor, temperature: float) -> list[Tensor]:
+    """Per depth [R,W]: the probability that the draft of this entry is accepted, sum_v min(target_probs, draft_probs)
+    at `temperature`; 0 where nothing is supervised or no chain reaches (a chain cannot commit past the end)."""
+    target = F.linear(rows.target_hidden[rows.loss_mask], head).float()
+    result = []
+    for j, out in enumerate(predicted):
+        mask = rows.loss_mask & rows.started(j)
+        alpha = torch.zeros(mask.shape, device=mask.device)
+        alpha[mask] = _overlap(target[mask[rows.loss_mask]], F.linear(out[mask], head).float(), temperature)
+        result.append(alpha)
+    return result
+
+
+def chain_lengths(alphas: Sequence[Tensor], rows: DraftRows) -> Tensor:
+    """Expected tokens per verify step for every supervised start entry s, flat:
+
+        1 + sum_k prod_{j<=k} alpha_j[s + j]
+
+    A product per start, then the mean over starts: easy and hard places do not average out inside the product.
+    """
+    product = torch.ones_like(alphas[0])
+    total = torch.ones_like(alphas[0])
+    for j, alpha in enumerate(alphas):
+        # entry s + j at place s; a neighbour's entries are cut off by `started`, which needs position >= j there
+        own = torch.where(rows.started(j), alpha, 0.0)
+        product = product * F.pad(own[:, j:], (0, min(j, own.shape[1])))
+        total = total + product
+    return total[rows.loss_mask]
+
+
+def _overlap(target_logits: Tensor, draft_logits: Tensor, temperature: float) -> Tensor:
+    """[n,V], [n,V] -> [n]. Temperature 0 compares the argmax tokens."""
+    if temperature == 0:
+        return (target_logits.argmax(-1) == draft_logits.argmax(-1)).float()
+    target, draft = (target_logits / temperature).softmax(-1), (draft_logits / temperature).softmax(-1)
+    return torch.minimum(target, draft).sum(-1)

@@ -1,0 +1,118 @@
+"""DrafterService: the drafter trainer of one slot behind its contract. Every call names the slot's lease epoch."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from services.config.schema import ClusterConfig
+from services.core.errors import BatchError, StaleEpochError, WeightError
+from services.core.protocols import Clock
+from services.core.types import AcceptanceEstimate, DrafterProgress, HiddenStateChunk
+from services.drafter.buffer import HiddenStateBuffer
+from services.drafter.head import read_target_head, target_head
+from services.drafter.progress import summarise
+from services.drafter.state import DrafterState, check_state
+from services.drafter.trainer import DrafterTrainer, MicroStep
+from services.models.device import pick_device
+from services.models.drafter import drafter_names
+from services.models.files import model_dir, read_config
+from services.models.hidden import HiddenStates
+from services.models.layers import model_spec
+from services.models.target import check_tensors
+
+
+class DrafterService:
+    """Idle until `begin`; then trains in short budgets on what `add_chunk` brought. `slot` is for messages only: two
+    slots with equal chunks and states do equal work."""
+
+    def __init__(self, trainer: DrafterTrainer, buffer: HiddenStateBuffer, seed: int, slot: int, clock: Clock) -> None:
+        self._trainer = trainer
+        self._buffer = buffer
+        self._seed = seed
+        self._slot = slot
+        self._clock = clock
+        self._epoch = -1
+        self._begun = False
+
+    def begin(self, state: DrafterState, epoch: int) -> None:
+        """Adopt a drafter state under a lease. Raises StaleEpochError for an older epoch, WeightError for a state that
+        does not fit; the trainer then keeps what it had."""
+        if epoch < self._epoch:
+            raise StaleEpochError(f"drafter slot {self._slot} serves epoch {self._epoch}, begin came with {epoch}")
+        self._trainer.load_state(state)
+        self._epoch, self._begun = epoch, True
+
+    def load_target_head(self, policy_version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Adopt embedding and LM head of a published policy. Raises WeightError when they are missing or older than
+        those in use."""
+        now = self._trainer.head.policy_version
+        if policy_version < now:
+            raise WeightError(f"target head {policy_version} refused: the drafter trainer already has version {now}")
+        self._trainer.load_head(target_head(tensors, self._trainer.spec, policy_version, self._trainer.device))
+
+    def add_chunk(self, chunk: HiddenStateChunk, tensors: list[HiddenStates]) -> None:
+        """Put a policy step's hidden states into the buffer. BatchError when they are not what the chunk says."""
+        counted = (len(tensors), sum(len(h.input_ids) for h in tensors), {h.policy_version for h in tensors})
+        stated = (chunk.num_sequences, chunk.num_tokens, {chunk.policy_version} if tensors else set())
+        if counted != stated:
+            raise BatchError(
+                f"hidden-state chunk of step {chunk.step} says {stated} (sequences, tokens, policy versions) "
+                f"but brought {counted}"
+            )
+        sizes = {h.hidden.shape[1] for h in tensors} - {self._trainer.spec.hidden_size}
+        if sizes:
+            raise BatchError(f"hidden states of size {sizes} reached a drafter of {self._trainer.spec.hidden_size}")
+        self._buffer.add(tensors)
+
+    def train(self, budget_s: float, epoch: int) -> DrafterProgress:
+        """Micro-steps for about `budget_s` seconds, at least one; none when the buffer is empty."""
+        self._check(epoch)
+        started = self._clock()
+        steps: list[MicroStep] = []
+        while len(self._buffer) and (not steps or self._clock() - started < budget_s):
+            steps.append(self._trainer.train_micro_step(self._draw()))
+        return summarise(steps, self._trainer.total_steps, self._clock() - started)
+
+    def _draw(self) -> list[HiddenStates]:
+        """Random numbers belong to the micro-step, not to the process: a moved trainer draws what it would have."""
+        rng = random.Random(f"drafter {self._seed} {self._trainer.total_steps}")
+        return self._buffer.sample(self._trainer.config.pack_tokens, rng)
+
+    def snapshot(self, epoch: int) -> tuple[int, DrafterState]:
+        """(total_steps, a copy of the state) for the next `begin`, here or in another slot."""
+        self._check(epoch)
+        return self._trainer.total_steps, self._trainer.state()
+
+    def export(self, state: DrafterState) -> tuple[int, dict[str, Tensor]]:
+        """(number of tensors, the trainable tensors only), as rollout servers load them."""
+        check_tensors(state["tensors"], drafter_names(self._trainer.spec), "drafter export")
+        tensors = {name: t.clone() for name, t in state["tensors"].items()}
+        return len(tensors), tensors
+
+    def estimate(self, drafters: dict[str, DrafterState], tensors: list[HiddenStates]) -> list[AcceptanceEstimate]:
+        """Offline acceptance of each drafter on the same hidden states, in the order of `drafters`."""
+        for state in drafters.values():
+            check_state(state, self._trainer.spec)
+        return [self._trainer.estimate(name, state["tensors"], tensors) for name, state in drafters.items()]
+
+    def _check(self, epoch: int) -> None:
+        if not self._begun or epoch != self._epoch:
+            raise StaleEpochError(
+                f"drafter slot {self._slot} serves epoch {self._epoch if self._begun else None}, not {epoch}: "
+                "call begin with a state first"
+            )
+
+
+def build_drafter_service(config: ClusterConfig, slot: int, clock: Clock = time.monotonic) -> DrafterService:
+    """A trainer with the model folder's own embedding and LM head (policy version 0), waiting for `begin`."""
+    torch.set_num_threads(config.drafter.threads)
+    folder = model_dir(config.model.path)
+    spec, device = model_spec(read_config(folder)), pick_device(config.model.device)
+    trainer = DrafterTrainer(spec, config.drafter, config.rollout.sampling.temperature, device)
+    trainer.load_head(read_target_head(folder, spec, device))
+    return DrafterService(trainer, HiddenStateBuffer(config.drafter.buffer_bytes), config.run.seed, slot, clock)

@@ -1,0 +1,187 @@
+"""The decoder layer shared by the engine's target, the engine's drafter and drafter training: pure functions.
+
+Llama, Qwen2 (biases on q, k, v) and Qwen3 (RMS norms on q and k heads) differ only in which weights are present.
+Shapes: B rows, Q query positions per row, N heads, M key/value heads, D head size, H hidden size, L key positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from services.core.errors import DataError
+from services.models.rope import inverse_frequencies
+
+# (q [B,Q,N,D], kv [B,Q,2,M,D]) -> attention output [B,Q,N,D]; the caller owns the key/value store and the mask.
+Attend = Callable[[Tensor, Tensor], Tensor]
+
+SUPPORTED = ("llama", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Numbers of a decoder-only model, read from a Hugging Face config.json."""
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    rope: Mapping[str, Any]
+    max_positions: int
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        kv = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, kv, kv
+
+
+def model_spec(config: Mapping[str, Any]) -> ModelSpec:
+    """Read a config.json; DataError names what is not supported."""
+    kind = config.get("model_type")
+    if kind not in SUPPORTED:
+        raise DataError(f"model_type {kind!r} is not supported by the native engine: use one of {', '.join(SUPPORTED)}")
+    if config.get("hidden_act", "silu") != "silu" or config.get("mlp_bias") or config.get("use_sliding_window"):
+        raise DataError(f"{kind} with another activation than silu, mlp_bias or a sliding window is not supported")
+    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+    return ModelSpec(
+        model_type=str(kind),
+        hidden_size=hidden,
+        intermediate_size=int(config["intermediate_size"]),
+        num_layers=int(config["num_hidden_layers"]),
+        num_heads=heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        vocab_size=int(config["vocab_size"]),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
+        qk_norm=kind == "qwen3",
+        rope=_rope_parameters(config),
+        max_positions=int(config.get("max_position_embeddings", 2048)),
+    )
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers 5 writes rope_parameters; earlier files have rope_theta and rope_scaling."""
+    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    found.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
+    return found
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer with q, k, v and gate, up fused, so that a decode step launches fewer kernels."""
+
+    input_norm: Tensor | None  # None in the drafter: EAGLE feeds the fused input without a norm
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+def layer_weights(tensors: Mapping[str, Tensor], prefix: str, spec: ModelSpec, input_norm: bool) -> LayerWeights:
+    """Fuse one layer's tensors (Hugging Face names under `prefix`). Differentiable: the trainer calls it too."""
+
+    def get(name: str) -> Tensor:
+        return tensors[prefix + name]
+
+    attn = "self_attn."
+    bias = torch.cat([get(f"{attn}{x}_proj.bias") for x in "qkv"]) if spec.qkv_bias else None
+    return LayerWeights(
+        input_norm=get("input_layernorm.weight") if input_norm else None,
+        qkv=torch.cat([get(f"{attn}{x}_proj.weight") for x in "qkv"]),
+        qkv_bias=bias,
+        q_norm=get(attn + "q_norm.weight") if spec.qk_norm else None,
+        k_norm=get(attn + "k_norm.weight") if spec.qk_norm else None,
+        out=get(attn + "o_proj.weight"),
+        out_bias=tensors.get(prefix + attn + "o_proj.bias"),
+        post_norm=get("post_attention_layernorm.weight"),
+        gate_up=torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")]),
+        down=get("mlp.down_proj.weight"),
+    )
+
+
+class RopeTable:
+    """cos and sin for positions 0..length-1, each [length, 1, D], in the layout rotate-half expects."""
+
+    def __init__(self, spec: ModelSpec, length: int, device: torch.device, dtype: torch.dtype) -> None:
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequencies(spec.rope, spec.head_dim))
+        both = torch.cat([angles, angles], dim=-1)[:, None, :]
+        self.cos, self.sin = both.cos().to(device, dtype), both.sin().to(device, dtype)
+        # rotate-half is roll by D/2 with the first half negated: fold the sign into sin.
+        self.sin[..., : spec.head_dim // 2] *= -1
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [B,Q] -> cos, signed sin, each [B,Q,1,D]."""
+        return self.cos[positions], self.sin[positions]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [B,Q,heads,D]; `sin` carries the sign of rotate-half."""
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+
+
+def rms_norm(x: Tensor, size: tuple[int], weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension. torch's own is a chain of small kernels on the CPU, where a decode
+    step of a small model is bound by their number: half of them do."""
+    if x.is_cuda or x.dtype != torch.float32:
+        return F.rms_norm(x, size, weight, eps)
+    scale = torch.linalg.vecdot(x, x).div(size[0]).add(eps).rsqrt()
+    return x * scale[..., None] * weight
+
+
+def decoder_layer(
+    x: Tensor, w: LayerWeights, spec: ModelSpec, rope: tuple[Tensor, Tensor], attend: Attend
+) -> Tensor:
+    """One pre-norm decoder layer. x [B,Q,H] -> [B,Q,H]; `attend` stores keys/values and applies the mask."""
+    hidden = (x.shape[-1],)
+    h = x if w.input_norm is None else rms_norm(x, hidden, w.input_norm, spec.norm_eps)
+    q, kv = project_qkv(h, w, spec, rope)
+    mixed = attend(q, kv).flatten(-2)
+    x = x + F.linear(mixed, w.out, w.out_bias)
+    gate, up = F.linear(rms_norm(x, hidden, w.post_norm, spec.norm_eps), w.gate_up).chunk(2, dim=-1)
+    return x + F.linear(F.silu(gate) * up, w.down)
+
+
+def project_qkv(
+    h: Tensor, w: LayerWeights, spec: ModelSpec, rope: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """h [B,Q,H] -> q [B,Q,N,D] and kv [B,Q,2,M,D], normed (Qwen3) and rotated."""
+    n, m, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    heads = F.linear(h, w.qkv, w.qkv_bias).unflatten(-1, (n + 2 * m, d))
+    if w.q_norm is not None and w.k_norm is not None:
+        q = rms_norm(heads[..., :n, :], (d,), w.q_norm, spec.norm_eps)
+        k = rms_norm(heads[..., n : n + m, :], (d,), w.k_norm, spec.norm_eps)
+        qk = torch.cat([q, k], dim=-2)
+    else:
+        qk = heads[..., : n + m, :]
+    qk = rotate(qk, *rope)
+    return qk[..., :n, :], torch.stack([qk[..., n:, :], heads[..., n + m :, :]], dim=-3)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """q [B,Q,N,D], k and v [B,L,M,D], additive mask broadcastable to [B,N,Q,L] (None: causal) -> [B,Q,N,D]."""
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)

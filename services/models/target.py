@@ -1,0 +1,121 @@
+"""The target for the engine: a Llama / Qwen2 / Qwen3 forward over a key/value store, from Hugging Face weights.
+
+The policy trainer uses transformers' own classes on the same weights, so the two are checked against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from services.core.errors import WeightError
+from services.models.kv import KVStore
+from services.models.layers import LayerWeights, ModelSpec, RopeTable, decoder_layer, layer_weights, rms_norm
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    embed: Tensor  # [V,H]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor  # [H]
+    head: Tensor  # [V,H], the embedding itself when tied
+
+
+def target_names(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Every tensor a policy version must bring, with its shape."""
+    h = spec.hidden_size
+    names: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, h), "model.norm.weight": (h,)}
+    if not spec.tied:
+        names["lm_head.weight"] = (spec.vocab_size, h)
+    for n in range(spec.num_layers):
+        names[f"model.layers.{n}.input_layernorm.weight"] = (h,)
+        names |= {f"model.layers.{n}.{name}": shape for name, shape in layer_shapes(spec).items()}
+    return names
+
+
+def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Tensors of one decoder layer (without its input norm) by name under the layer's prefix."""
+    h, i = spec.hidden_size, spec.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (h,)}
+    for x, size in zip("qkv", spec.qkv_sizes, strict=True):
+        shapes[f"self_attn.{x}_proj.weight"] = (size, h)
+        if spec.qkv_bias:
+            shapes[f"self_attn.{x}_proj.bias"] = (size,)
+    shapes["self_attn.o_proj.weight"] = (h, spec.qkv_sizes[0])
+    if spec.qkv_bias and spec.model_type == "llama":  # Llama's attention_bias covers the output projection too
+        shapes["self_attn.o_proj.bias"] = (h,)
+    if spec.qk_norm:
+        shapes |= {"self_attn.q_norm.weight": (spec.head_dim,), "self_attn.k_norm.weight": (spec.head_dim,)}
+    return shapes | {"mlp.gate_proj.weight": (i, h), "mlp.up_proj.weight": (i, h), "mlp.down_proj.weight": (h, i)}
+
+
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], what: str) -> None:
+    """All-or-nothing gate of every weight load: the names and shapes must match exactly and be finite."""
+    missing, extra = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
+    if missing or extra:
+        raise WeightError(
+            f"{what} load refused, nothing changed: {len(expected) - len(missing)} of {len(expected)} tensors match; "
+            f"missing {sorted(missing)[:3]}, not wanted {sorted(extra)[:3]}"
+        )
+    for name, shape in expected.items():
+        if tuple(tensors[name].shape) != shape:
+            raise WeightError(
+                f"{what} load refused, nothing changed: {name} is {tuple(tensors[name].shape)}, expected {shape}"
+            )
+        if not bool(torch.isfinite(tensors[name]).all()):
+            raise WeightError(f"{what} load refused, nothing changed: {name} holds NaN or infinity")
+
+
+class TargetModel:
+    """Weights of one policy version plus the forward pass. No gradients."""
+
+    def __init__(self, spec: ModelSpec, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.spec, self.device, self.dtype = spec, device, dtype
+        self.rope = RopeTable(spec, max_len, device, dtype)
+        self._weights: TargetWeights | None = None
+
+    @property
+    def weights(self) -> TargetWeights:
+        assert self._weights is not None, "load a policy version first"
+        return self._weights
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Adopt Hugging Face tensors, all or nothing. A tied model may come with or without lm_head.weight."""
+        given = {k: v for k, v in tensors.items() if not (self.spec.tied and k == "lm_head.weight")}
+        check_tensors(given, target_names(self.spec), "policy")
+        # clone: in one process the trainer goes on writing into the tensors it published
+        moved = {k: v.detach().to(self.device, self.dtype, copy=True) for k, v in given.items()}
+        embed = moved["model.embed_tokens.weight"]
+        self._weights = TargetWeights(
+            embed=embed,
+            layers=tuple(
+                layer_weights(moved, f"model.layers.{n}.", self.spec, input_norm=True)
+                for n in range(self.spec.num_layers)
+            ),
+            norm=moved["model.norm.weight"],
+            head=embed if self.spec.tied else moved["lm_head.weight"],
+        )
+
+    @torch.no_grad()
+    def forward(
+        self, ids: Tensor, positions: Tensor, kv: KVStore, write_at: Tensor, mask: Tensor, first_row: int = 0
+    ) -> Tensor:
+        """ids, positions, write_at [B,Q] for B rows of `kv`; mask additive [B,1,Q,L] -> last hidden [B,Q,H].
+
+        Keys and values of each query go to column `write_at` of its row; the mask covers columns 0..L-1.
+        """
+        w = self.weights
+        rope = self.rope.at(positions)
+        x = F.embedding(ids, w.embed)
+        for n, layer in enumerate(w.layers):
+            x = decoder_layer(x, layer, self.spec, rope, kv.attend(n, write_at, mask, first_row))
+        return rms_norm(x, (self.spec.hidden_size,), w.norm, self.spec.norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [...,H] -> float32 logits [...,V]."""
+        return F.linear(hidden, self.weights.head).float()

@@ -1,0 +1,85 @@
+"""Text to token ids and back. Training uses ids only; text is for people and verifiers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from services.core.errors import DataError
+from services.models.files import model_dir, read_config
+
+PAD, BOS, EOS, UNK = range(4)
+SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>")
+
+
+class Tokenizer:
+    """A model folder's tokenizer.json with its end-of-sequence ids."""
+
+    def __init__(self, core: tokenizers.Tokenizer, folder: Path, eos_token_ids: tuple[int, ...]) -> None:
+        self._core = core
+        self._folder = folder
+        self.eos_token_ids = eos_token_ids
+        self.eos_token_id = eos_token_ids[0]
+        self.vocab_size = core.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._core.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of all `ids` at once, special tokens left out: characters split over tokens come out whole."""
+        return str(self._core.decode(list(ids), skip_special_tokens=True))
+
+    def render(self, prompt_text: str, chat_template: bool) -> list[int]:
+        """Prompt ids exactly as rollout feeds them: begin-of-sequence + text, or the model's chat template."""
+        if chat_template:
+            return self._render_chat(prompt_text)
+        return list(self._core.encode(prompt_text, add_special_tokens=True).ids)
+
+    def _render_chat(self, prompt_text: str) -> list[int]:
+        from transformers import AutoTokenizer  # heavy import, needed for chat templates only
+
+        full = AutoTokenizer.from_pretrained(self._folder)
+        if full.chat_template is None:
+            raise DataError(f"{self._folder} has no chat template: set data.chat_template to false")
+        message = [{"role": "user", "content": prompt_text}]
+        return list(full.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False))
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a model folder ("pocket" for the shipped one)."""
+    folder = model_dir(path)
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise DataError(f"{file} is missing: save the model's fast tokenizer beside its weights")
+    return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), folder, _eos_ids(folder))
+
+
+def _eos_ids(folder: Path) -> tuple[int, ...]:
+    """generation_config.json wins over config.json, as in transformers; either may hold one id or a list."""
+    generation = folder / "generation_config.json"
+    sources: list[dict[str, Any]] = [read_config(folder)]
+    if generation.is_file():
+        sources.insert(0, json.loads(generation.read_text(encoding="utf-8")))
+    for source in sources:
+        found = source.get("eos_token_id")
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (int(found),)
+    raise DataError(f"{folder}: neither generation_config.json nor config.json names eos_token_id")
+
+
+def character_tokenizer(characters: str) -> tokenizers.Tokenizer:
+    """One token per character of `characters`, specials first (pad 0, bos 1, eos 2, unk 3); bos opens a prompt."""
+    vocab = {token: index for index, token in enumerate((*SPECIALS, *characters))}
+    core = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=SPECIALS[UNK]))
+    core.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    core.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{SPECIALS[BOS]} $A", special_tokens=[(SPECIALS[BOS], BOS)]
+    )
+    core.add_special_tokens([tokenizers.AddedToken(t, special=True) for t in SPECIALS])
+    return core

@@ -1,0 +1,56 @@
+"""policy_logprobs: the trainer's log-probabilities of the tokens the engine sampled, under the same convention.
+
+The engine reports logprobs of the *processed* distribution, so the trainer processes its logits with the very same
+function. Without that, temperature 0.7 or top-p 0.9 alone would move the ratio away from 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.models.sampling import process_logits
+from services.policy.packs import Pack
+
+
+@dataclass(frozen=True)
+class Scores:
+    """logprobs [N] under the processed distribution (-inf: the trainer's top-k/top-p/min-p leaves the token out);
+    full_logprobs [N] with the temperature only, finite everywhere, for KL; entropy [N] in nats, no gradient;
+    hidden [R,W,H], the last hidden state after the final norm, from the same forward pass."""
+
+    logprobs: Tensor
+    full_logprobs: Tensor
+    entropy: Tensor
+    hidden: Tensor
+
+
+def score(model: PreTrainedModel, pack: Pack) -> Scores:
+    """One forward pass of transformers' own model class over a pack; the LM head runs on response positions only."""
+    hidden = model.base_model(
+        input_ids=pack.ids, attention_mask=pack.mask, position_ids=pack.positions, use_cache=False
+    ).last_hidden_state
+    predicting = hidden.flatten(0, 1).index_select(0, pack.at)
+    logits = model.lm_head(predicting)
+    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    return _score_logits(logits, pack, hidden)
+
+
+def _score_logits(logits: Tensor, pack: Pack, hidden: Tensor) -> Scores:
+    processed = process_logits(logits, pack.sampling).log_softmax(-1)
+    logprobs = _pick(processed, pack.token_ids)
+    full = logprobs
+    if not pack.sampling.plain or pack.sampling.any_greedy:
+        scale = torch.where(pack.sampling.temperature > 0, pack.sampling.temperature, 1.0)
+        full = _pick((logits / scale[:, None]).log_softmax(-1), pack.token_ids)
+    with torch.no_grad():
+        # special.entr would need probabilities; xlogy-like handling of p = 0 by where, as 0 * -inf is NaN
+        entropy = -torch.where(processed > -torch.inf, processed.exp() * processed, 0.0).sum(-1)
+    return Scores(logprobs, full, entropy, hidden)
+
+
+def _pick(logprobs: Tensor, token_ids: Tensor) -> Tensor:
+    return logprobs.gather(-1, token_ids[:, None])[:, 0]

@@ -1,0 +1,105 @@
+"""Micro-batches of the policy trainer: rollouts laid into rows, plus flat tensors of their response tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.core.types import Rollout
+from services.models.packing import RowLayout, additive, block_causal, fill_rows, plan_rows, row_layout
+from services.models.sampling import SamplingTensors, sampling_tensors
+
+
+@dataclass(frozen=True)
+class Pack:
+    """ids, positions [R,W] and additive mask [R,1,W,W] for the model; the rest is flat over the N response tokens:
+    `at` indexes the flattened [R*W] position whose output predicts `token_ids`."""
+
+    members: tuple[int, ...]  # indices into the batch's rollouts
+    lengths: tuple[int, ...]
+    prompt_lengths: tuple[int, ...]
+    layout: RowLayout
+    ids: Tensor
+    positions: Tensor
+    mask: Tensor
+    at: Tensor
+    token_ids: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    sampling: SamplingTensors
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+
+def make_packs(
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[float],
+    weights: Sequence[float],
+    chosen: Sequence[int],
+    budget: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> list[Pack]:
+    """Pack the rollouts `chosen` (indices); `weights[i]` is the loss weight of each response token of rollout i."""
+    lengths = [len(rollouts[i].prompt_ids) + len(rollouts[i].response_ids) for i in chosen]
+    packs = []
+    for plan in plan_rows(lengths, budget):
+        layout = row_layout(plan, lengths)
+        members = tuple(chosen[m] for m in plan.members)
+        own_lengths = tuple(lengths[m] for m in plan.members)
+        packs.append(_make_pack(rollouts, advantages, weights, members, own_lengths, layout, device, dtype))
+    return packs
+
+
+def _make_pack(
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[float],
+    weights: Sequence[float],
+    members: tuple[int, ...],
+    lengths: tuple[int, ...],
+    layout: RowLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Pack:
+    own = [rollouts[i] for i in members]
+    width = layout.segments.shape[1]
+    counts = torch.tensor([len(r.response_ids) for r in own])
+    at = [
+        torch.arange(len(r.response_ids)) + row * width + column + len(r.prompt_ids) - 1
+        for r, (row, column) in zip(own, layout.starts, strict=True)
+    ]
+
+    def per_token(values: Sequence[float]) -> Tensor:
+        return torch.tensor([values[i] for i in members], dtype=dtype).repeat_interleave(counts).to(device)
+
+    return Pack(
+        members=members,
+        lengths=lengths,
+        prompt_lengths=tuple(len(r.prompt_ids) for r in own),
+        layout=layout,
+        ids=fill_rows(layout, [torch.tensor((*r.prompt_ids, *r.response_ids)) for r in own]).to(device),
+        positions=layout.positions.to(device),
+        mask=additive(block_causal(layout), dtype).to(device),
+        at=torch.cat(at).to(device),
+        token_ids=torch.tensor([t for r in own for t in r.response_ids]).to(device),
+        rollout_logprobs=torch.tensor([p for r in own for p in r.rollout_logprobs], dtype=dtype).to(device),
+        advantages=per_token(advantages),
+        weights=per_token(weights),
+        sampling=_per_token_sampling(own, counts, device),
+    )
+
+
+def _per_token_sampling(rollouts: Sequence[Rollout], counts: Tensor, device: torch.device) -> SamplingTensors:
+    rows = sampling_tensors([r.sampling for r in rollouts], torch.device("cpu"))
+    spread = {
+        name: getattr(rows, name).repeat_interleave(counts).to(device)
+        for name in ("temperature", "top_k", "top_p", "min_p")
+    }
+    return dataclasses.replace(rows, **spread)

@@ -1,0 +1,70 @@
+"""PolicyService: the policy trainer behind its contract, built from a model folder."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from services.config.schema import ClusterConfig
+from services.core.protocols import Clock
+from services.core.types import HiddenStateChunk, PolicyStepReport, TrainBatch
+from services.models.device import pick_device, pick_dtype
+from services.models.files import model_dir, read_config
+from services.models.hidden import HiddenStates
+from services.models.layers import ModelSpec, model_spec
+from services.models.target import check_tensors, target_names
+from services.policy.trainer import PolicyTrainer
+
+
+class PolicyService:
+    """train_step and publish over one PolicyTrainer. `version` is 0 before the first update and only grows."""
+
+    def __init__(self, trainer: PolicyTrainer, spec: ModelSpec, publish_dtype: torch.dtype) -> None:
+        self._trainer = trainer
+        self._spec = spec
+        self._publish_dtype = publish_dtype
+
+    @property
+    def version(self) -> int:
+        return self._trainer.version
+
+    def train_step(self, batch: TrainBatch) -> tuple[PolicyStepReport, HiddenStateChunk, list[HiddenStates]]:
+        """One update. The hidden states are those of the version before it; see PolicyTrainer.train_step."""
+        step = self._trainer.train_step(batch)
+        return step.report, step.chunk, step.hidden
+
+    @torch.no_grad()
+    def publish(self) -> tuple[int, dict[str, Tensor]]:
+        """(policy_version, copies of all weights on the CPU by Hugging Face name); a tied LM head is left out."""
+        state = self._trainer.model.state_dict()
+        tied = {"lm_head.weight"} if self._spec.tied else set()
+        tensors = {
+            name: t.detach().to("cpu", self._publish_dtype, copy=True) for name, t in state.items() if name not in tied
+        }
+        # A diverged policy must not reach the engines: refused here, they keep the version they serve.
+        check_tensors(tensors, target_names(self._spec), "policy")
+        return self.version, tensors
+
+
+def load_policy_model(path: str, device: torch.device) -> PreTrainedModel:
+    """transformers' own class in float32: AdamW's small updates would vanish in bfloat16 weights."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model_dir(path), dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+    )
+    model.config.use_cache = False
+    torch.nn.Module.to(model, device)  # moves in place
+    return model
+
+
+def build_policy_service(config: ClusterConfig, clock: Clock = time.monotonic) -> PolicyService:
+    """Load the policy and set this process's thread count. Raises DataError for a folder that is no usable model."""
+    torch.set_num_threads(config.policy.threads)
+    spec = model_spec(read_config(model_dir(config.model.path)))
+    device = pick_device(config.model.device)
+    dtype = pick_dtype(config.model.dtype)
+    autocast = None if dtype == torch.float32 else dtype
+    trainer = PolicyTrainer(load_policy_model(config.model.path, device), config.policy, clock, autocast)
+    return PolicyService(trainer, spec, publish_dtype=dtype)

@@ -1,0 +1,84 @@
+"""Sums over the micro-batches of one train_step, and the alarms read from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from services.policy.logprobs import Scores
+from services.policy.loss import TokenTerms
+
+GAP_ALARM = 0.05  # nats; float32 noise between engine and trainer is below 1e-4
+
+
+@dataclass
+class Tally:
+    loss: float = 0.0
+    kl_sum: float = 0.0
+    clipped: int = 0
+    loss_tokens: int = 0
+    gap_sum: float = 0.0
+    gap_tokens: int = 0
+    entropy_sum: float = 0.0
+    scored_tokens: int = 0
+    excluded_tokens: int = 0
+    bad_hidden: int = 0
+    grad_norms: list[float] = field(default_factory=list)
+
+    def add_loss(self, loss: Tensor, terms: TokenTerms, mask: Tensor) -> None:
+        self.loss += float(loss)
+        self.kl_sum += float(terms.kl.detach().sum())
+        self.clipped += int(terms.clipped.sum())
+        self.loss_tokens += int(mask.sum())
+
+    def add_scores(self, scores: Scores, rollout_logprobs: Tensor) -> None:
+        """Of the first forward pass, before any update."""
+        logprobs = scores.logprobs.detach()
+        finite = logprobs.isfinite()
+        self.gap_sum += float((logprobs - rollout_logprobs)[finite].abs().sum())
+        self.gap_tokens += int(finite.sum())
+        self.excluded_tokens += int((~finite).sum())
+        self.entropy_sum += float(scores.entropy.sum())
+        self.scored_tokens += int(logprobs.shape[0])
+
+    @property
+    def kl(self) -> float:
+        return self.kl_sum / self.loss_tokens if self.loss_tokens else 0.0
+
+    @property
+    def clip_fraction(self) -> float:
+        return self.clipped / self.loss_tokens if self.loss_tokens else 0.0
+
+    @property
+    def logprob_gap(self) -> float:
+        return self.gap_sum / self.gap_tokens if self.gap_tokens else 0.0
+
+    @property
+    def entropy(self) -> float:
+        return self.entropy_sum / self.scored_tokens if self.scored_tokens else 0.0
+
+    @property
+    def grad_norm(self) -> float:
+        """Mean over the inner epochs, before clipping."""
+        return sum(self.grad_norms) / len(self.grad_norms) if self.grad_norms else 0.0
+
+    def warnings(self) -> list[str]:
+        found = []
+        if self.logprob_gap > GAP_ALARM:
+            found.append(
+                f"logprob_gap {self.logprob_gap:.3f} nats > {GAP_ALARM}: engine and trainer do not compute the same "
+                "distribution (stale weights in the engine, or another sampling convention)"
+            )
+        if self.excluded_tokens:
+            found.append(
+                f"{self.excluded_tokens} of {self.scored_tokens} tokens lie outside the trainer's top-k/top-p/min-p "
+                "set and were masked out"
+            )
+        if self.bad_hidden:
+            found.append(f"hidden states of {self.bad_hidden} rollouts are not finite: kept from the drafter")
+        bad = sum(not math.isfinite(n) for n in self.grad_norms)
+        if bad:
+            found.append(f"{bad} of {len(self.grad_norms)} updates skipped: the gradient was not finite")
+        return found

@@ -1,0 +1,205 @@
+"""PolicyTrainer: one train_step turns rollouts with advantages into a policy version, and yields hidden states.
+
+    admit -> weights over the whole batch -> packs -> inner_epochs x (forward, backward per pack; clip; AdamW)
+
+The first inner epoch's forward pass is the only one the drafter's hidden states come from: they are the policy's last
+hidden states *before* the update, the ones the rollouts were sampled with. Rollouts without a signal that the loss
+skips still run forward once, without gradients, so that the drafter sees the long failures too.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.config.schema import PolicyConfig
+from services.core.protocols import Clock
+from services.core.types import HiddenStateChunk, PolicyStepReport, TrainBatch
+from services.models.hidden import HiddenStates
+from services.policy.batch import AdmittedBatch, admit
+from services.policy.logprobs import Scores, score
+from services.policy.loss import clipped_surrogate, kl_to_reference, policy_loss, token_weights
+from services.policy.packs import Pack, make_packs
+from services.policy.tally import Tally
+
+
+@dataclass(frozen=True)
+class PolicyStep:
+    report: PolicyStepReport
+    chunk: HiddenStateChunk
+    hidden: list[HiddenStates]
+
+
+class PolicyTrainer:
+    """Owns the policy's weights in float32 and AdamW's state. `autocast` is the forward's dtype, None for float32."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: PolicyConfig, clock: Clock, autocast: torch.dtype | None = None
+    ) -> None:
+        # eval: no dropout, or the trainer's logprobs would not be the engine's
+        model.train(False)
+        self.model = model
+        self.config = config
+        self.version = 0
+        self._clock = clock
+        self._autocast = autocast
+        self._reference = _frozen_copy(model) if config.kl_coef > 0 else None
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            _decay_groups(self._parameters, config.weight_decay), lr=config.learning_rate, betas=config.betas
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self._parameters[0].device
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        return self._parameters[0].dtype
+
+    def train_step(self, batch: TrainBatch) -> PolicyStep:
+        """One policy update. Raises BatchError for rollouts the policy must not learn from.
+
+        With nothing to train on (every rollout dropped or without a signal) weights, optimizer and version stay.
+        """
+        started = self._clock()
+        work = admit(batch, self.model.config.vocab_size, self.config.zero_variance)
+        trained, extra = self._packs(work)
+        tally = Tally()
+        hidden: dict[int, HiddenStates] = {}
+        ref_logprobs = [self._reference_logprobs(pack) for pack in trained]
+        updated = False
+        for epoch in range(self.config.inner_epochs):
+            first = epoch == 0
+            for pack, ref in zip(trained, ref_logprobs, strict=True):
+                scores = self._learn(pack, ref, tally)
+                if first:
+                    self._collect(pack, scores, hidden, tally)
+            if first:
+                self._forward_only(extra, hidden, tally)
+            updated |= bool(trained) and self._update(tally)
+        before = self.version
+        self.version += updated
+        kept = [hidden[i] for i in sorted(hidden)]
+        return PolicyStep(
+            report=self._report(work, tally, bool(trained), self._clock() - started),
+            chunk=HiddenStateChunk(
+                policy_version=before,
+                step=batch.step,
+                num_sequences=len(kept),
+                num_tokens=sum(len(h.input_ids) for h in kept),
+                num_bytes=sum(h.num_bytes for h in kept),
+            ),
+            hidden=kept,
+        )
+
+    def _packs(self, work: AdmittedBatch) -> tuple[list[Pack], list[Pack]]:
+        """(packs of the trained rollouts, packs that only run forward)."""
+        config = self.config
+        lengths = [len(r.response_ids) if t else 0 for r, t in zip(work.rollouts, work.trained, strict=True)]
+        weights = token_weights(lengths, config.aggregation, config.aggregation_constant)
+        both = []
+        for wanted in (True, False):
+            chosen = [i for i, t in enumerate(work.trained) if t is wanted]
+            both.append(
+                make_packs(
+                    work.rollouts,
+                    work.advantages,
+                    weights,
+                    chosen,
+                    config.micro_batch_tokens,
+                    self.device,
+                    self.parameter_dtype,
+                )
+            )
+        return both[0], both[1]
+
+    def _score(self, model: PreTrainedModel, pack: Pack) -> Scores:
+        enabled = self._autocast is not None
+        with torch.autocast(self.device.type, dtype=self._autocast, enabled=enabled):
+            return score(model, pack)
+
+    @torch.no_grad()
+    def _reference_logprobs(self, pack: Pack) -> Tensor | None:
+        return None if self._reference is None else self._score(self._reference, pack).full_logprobs
+
+    def _learn(self, pack: Pack, ref_logprobs: Tensor | None, tally: Tally) -> Scores:
+        """Forward and backward of one micro-batch; gradients add up in the parameters."""
+        scores = self._score(self.model, pack)
+        mask = scores.logprobs > -torch.inf
+        terms = clipped_surrogate(
+            scores.logprobs, pack.rollout_logprobs, pack.advantages, mask, self.config.clip_low, self.config.clip_high
+        )
+        if ref_logprobs is not None:
+            terms = replace(terms, kl=kl_to_reference(scores.full_logprobs, ref_logprobs, mask))
+        loss = policy_loss(terms, pack.weights, mask, self.config.kl_coef)
+        loss.backward()
+        tally.add_loss(loss.detach(), terms, mask)
+        return scores
+
+    @torch.no_grad()
+    def _forward_only(self, packs: Iterable[Pack], hidden: dict[int, HiddenStates], tally: Tally) -> None:
+        for pack in packs:
+            self._collect(pack, self._score(self.model, pack), hidden, tally)
+
+    def _collect(self, pack: Pack, scores: Scores, hidden: dict[int, HiddenStates], tally: Tally) -> None:
+        """Cut the pack's hidden states into sequences, on the CPU, free of the graph and of the pack's memory."""
+        tally.add_scores(scores, pack.rollout_logprobs)
+        states = scores.hidden.detach().float().cpu()
+        ids = pack.ids.cpu()
+        places = zip(pack.members, pack.lengths, pack.prompt_lengths, pack.layout.starts, strict=True)
+        for i, length, prompt, (row, column) in places:
+            own = states[row, column : column + length].clone()
+            if not bool(torch.isfinite(own).all()):
+                tally.bad_hidden += 1
+                continue
+            mask = torch.arange(length) >= prompt
+            hidden[i] = HiddenStates(ids[row, column : column + length].clone(), own, mask, self.version)
+
+    def _update(self, tally: Tally) -> bool:
+        """Clip and step; a non-finite gradient changes nothing and is reported."""
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip))
+        tally.grad_norms.append(norm)
+        if math.isfinite(norm):
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return math.isfinite(norm)
+
+    def _report(self, work: AdmittedBatch, tally: Tally, trained: bool, busy_s: float) -> PolicyStepReport:
+        warnings = list(work.warnings)
+        if not trained:
+            warnings.append("no rollout carries a learning signal: loss 0, policy left as it is")
+        warnings += tally.warnings()
+        return PolicyStepReport(
+            policy_version=self.version,
+            loss=tally.loss / self.config.inner_epochs,
+            grad_norm=tally.grad_norm,
+            kl=tally.kl,
+            clip_fraction=tally.clip_fraction,
+            logprob_gap=tally.logprob_gap,
+            entropy=tally.entropy,
+            num_tokens=sum(len(r.response_ids) for r, t in zip(work.rollouts, work.trained, strict=True) if t),
+            zero_variance_fraction=work.zero_variance_fraction,
+            warnings=tuple(warnings),
+            busy_s=busy_s,
+        )
+
+
+def _decay_groups(parameters: Sequence[torch.nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
+    """Weight decay pulls matrices only; norms and biases are left alone."""
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    frozen = copy.deepcopy(model)
+    frozen.requires_grad_(False)
+    return frozen

@@ -1,0 +1,123 @@
+"""Verifiers by name, each one small function (prompt, rollout) -> Reward.
+
+They run inside the pool's worker processes (`services.reward.worker`), which kill what hangs and turn what raises into
+`Reward(error=...)`: a verifier just raises. A missing answer is a wrong answer, a failing verifier is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+from services.core.errors import ConfigError
+from services.core.types import FinishReason, Prompt, Reward, Rollout
+from services.reward.extract import after_thinking, final_answer, last_boxed
+
+Verifier = Callable[[Prompt, Rollout], Reward]
+TaskParams = tuple[tuple[str, Any], ...]
+
+NO_ANSWER = Reward(value=0.0, correct=False)
+
+
+def make_verifier(name: str, marker: str, params: Mapping[str, Mapping[str, Any]]) -> Verifier:
+    """The verifier called `name`; `params` are reasoning-gym parameters by task, for scorers that depend on them.
+
+    Loads what the verifier needs, so that the import is not on the clock of the first answer.
+    """
+    if name == "exact":
+        return partial(exact, marker=marker)
+    if name == "math":
+        _load_math()
+        return partial(math, marker=marker)
+    if name == "task":
+        frozen = {task: tuple(sorted(given.items())) for task, given in params.items()}
+        for known, given in frozen.items():
+            _scorer(known, given)
+        return partial(task, marker=marker, params=frozen)
+    raise ConfigError(f"unknown verifier '{name}': set reward.verifier to task, math or exact")
+
+
+def exact(prompt: Prompt, rollout: Rollout, *, marker: str) -> Reward:
+    """1 when the answer text equals the prompt's, surrounding space aside."""
+    answer = final_answer(rollout.text, marker, _finished(rollout))
+    return _graded(answer is not None and answer == prompt.answer.strip())
+
+
+def task(prompt: Prompt, rollout: Rollout, *, marker: str, params: Mapping[str, TaskParams]) -> Reward:
+    """reasoning-gym's own score of the prompt's task, which may be partial; correct only at a full score."""
+    answer = final_answer(rollout.text, marker, _finished(rollout))
+    if answer is None:
+        return NO_ANSWER
+    entry = {
+        "question": prompt.meta.get("question", prompt.text),
+        "answer": prompt.answer,
+        "metadata": dict(prompt.meta),
+    }
+    score = float(_scorer(prompt.task, params.get(prompt.task, ()))(answer, entry))
+    return Reward(value=score, correct=score >= 1.0)
+
+
+def math(prompt: Prompt, rollout: Rollout, *, marker: str) -> Reward:
+    r"""1 when math-verify finds the answer equal to the prompt's: the last \boxed{}, else what follows the marker.
+
+    With marker "" and no box, math-verify looks for the answer in the whole response itself.
+    """
+    visible = after_thinking(rollout.text)
+    boxed = None if visible is None else last_boxed(visible)
+    answer = boxed if boxed is not None else final_answer(rollout.text, marker, _finished(rollout))
+    if answer is None:
+        return NO_ANSWER
+    gold = _expressions(prompt.answer)
+    if all(isinstance(found, str) for found in gold):
+        raise ValueError(f"math-verify cannot read the reference answer {prompt.answer!r}")
+    exact_span = boxed is not None or marker != ""
+    return _graded(_equal(gold, _expressions(answer) if exact_span else _parse(answer)))
+
+
+def _finished(rollout: Rollout) -> bool:
+    """By finish_reason: the last id says nothing where a model has several stop ids, or stops on a string."""
+    return rollout.finish_reason is FinishReason.STOP
+
+
+def _graded(correct: bool) -> Reward:
+    return Reward(value=1.0 if correct else 0.0, correct=correct)
+
+
+@cache
+def _scorer(name: str, params: TaskParams) -> Callable[[str, dict[str, Any]], float]:
+    """One scorer per task and process: building some tasks loads word lists."""
+    from reasoning_gym.factory import create_dataset
+
+    scorer: Callable[[str, dict[str, Any]], float] = create_dataset(name, **dict(params)).score_answer
+    return scorer
+
+
+def _load_math() -> None:
+    import math_verify
+
+    # Each call would warn that its own time-outs are off; the pool keeps time instead.
+    for module in ("parser", "grader"):
+        logging.getLogger(f"{math_verify.__name__}.{module}").setLevel(logging.ERROR)
+
+
+def _expressions(text: str) -> list[Any]:
+    """`text` read as one answer. math-verify reads LaTeX inside delimiters only; outside them it would pick the 3 out
+    of "\\frac{1}{2} + 3", so bare text is the second choice."""
+    inside = _parse(f"\\boxed{{{text}}}")
+    return inside if any(not isinstance(found, str) for found in inside) else _parse(text)
+
+
+def _parse(text: str) -> list[Any]:
+    """math-verify's time-outs use SIGALRM, which raises in any thread but the main one, and by default it swallows
+    errors, which makes a failure look like a wrong answer: both are switched off."""
+    from math_verify import parse
+
+    return list(parse(text, parsing_timeout=None, raise_on_error=True))
+
+
+def _equal(gold: list[Any], answer: list[Any]) -> bool:
+    from math_verify import verify
+
+    return bool(verify(gold, answer, timeout_seconds=None, raise_on_error=True))

@@ -1,0 +1,286 @@
+"""The embedded rollout engine: continuous batching over dense rows, one draft strategy per round, lossless.
+
+One round is: admit waiting groups (one prefill per group), choose a strategy, draft, run the target once over all draft
+nodes, verify, emit up to the first stop, roll back by length. OFF is a round whose draft is empty.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.core.errors import RequestError, WeightError
+from services.core.protocols import Clock
+from services.core.types import FinishReason, GroupWork, Rollout, RunningRequest, ServedVersions
+from services.models.sampling import SamplingTensors, check_sampling, process_logits, sampling_tensors, uniforms
+from services.models.target import TargetModel
+from services.rollout.eagle import CATCH_UP_CHUNK, EagleDrafting
+from services.rollout.request import Request
+from services.rollout.rows import Rows, tail_mask
+from services.rollout.stops import emit, response_text
+from services.speculation.drafting import Draft
+from services.speculation.selector import Selector
+from services.speculation.strategy import OFF, DraftStrategy
+from services.speculation.suffix_index import SuffixIndex
+from services.speculation.tree import TreeShape, tree_shape
+from services.speculation.verify import Verified, verify_chain, verify_tree
+
+ROOT_ONLY = TreeShape((-1,))
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """`max_running` rows of `max_len` tokens; `max_nodes` is the largest num_draft_tokens of any strategy."""
+
+    max_running: int
+    max_len: int
+    max_nodes: int
+    accept_threshold: float = 1.0
+    suffix_index: SuffixIndex | None = None
+    server: str = "rollout-0"
+
+    @property
+    def spare_columns(self) -> int:
+        return CATCH_UP_CHUNK + self.max_nodes + 2
+
+
+class NativeEngine:
+    """Token-in/token-out generation. Not thread-safe: one owner calls it."""
+
+    def __init__(
+        self, target: TargetModel, options: EngineOptions, selector: Selector, decode: Callable[[Sequence[int]], str],
+        clock: Clock,
+    ) -> None:
+        self._target, self._options, self._selector = target, options, selector
+        self._decode, self._clock = decode, clock
+        self._rows = Rows(target, options.max_running, options.max_len, options.spare_columns)
+        self._eagle = EagleDrafting(self._rows)
+        self._requests: list[Request] = []  # request of row r
+        self._waiting: deque[GroupWork] = deque()
+        self._seeds = np.zeros(options.max_running, dtype=np.uint64)
+        self._draws = np.zeros(options.max_running, dtype=np.uint64)
+        self._sampling: SamplingTensors | None = None  # rebuilt when the rows change
+        self._policy_version: int | None = None
+        self._drafter_version: int | None = None
+        self._forced: DraftStrategy | None = None
+        self.last_strategy = OFF
+
+    # -- requests
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(w.indices) for w in self._waiting)
+
+    def running(self) -> tuple[RunningRequest, ...]:
+        return tuple(r.running() for r in self._requests)
+
+    def submit(self, work: GroupWork) -> None:
+        """Queue a group; refuses what cannot be served before anything starts."""
+        check_sampling(work.sampling)
+        ids, vocab = work.prompt.token_ids, self._target.spec.vocab_size
+        need = len(ids) + work.sampling.max_tokens
+        if not ids or min(ids) < 0 or max(ids) >= vocab:
+            raise RequestError(f"{work.group_id}: prompt ids must be a non-empty list of ids in [0, {vocab})")
+        if need > self._options.max_len:
+            raise RequestError(
+                f"{work.group_id}: {len(ids)} prompt tokens + max_tokens {work.sampling.max_tokens} exceed "
+                f"rollout.engine.max_len {self._options.max_len}: shorten the prompt or raise max_len"
+            )
+        if len(work.indices) > self._options.max_running:
+            raise RequestError(
+                f"{work.group_id}: {len(work.indices)} rollouts exceed rollout.engine.max_running "
+                f"{self._options.max_running}"
+            )
+        self._waiting.append(work)
+
+    def abort(self) -> tuple[str, ...]:
+        """Drop everything waiting and running; returns the dropped rollout ids."""
+        dropped = [r.rollout_id for r in self._requests]
+        dropped += [f"{w.group_id}#{i}" for w in self._waiting for i in w.indices]
+        self._requests.clear()
+        self._waiting.clear()
+        self._rows.count, self._sampling = 0, None
+        return tuple(dropped)
+
+    # -- weights and strategy
+
+    @property
+    def versions(self) -> ServedVersions:
+        return ServedVersions(self._policy_version, self._drafter_version)
+
+    def load_policy(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Adopt a policy version. Running requests continue under it from their next token, on keys and values
+        recomputed with the new weights; their rollouts list both versions."""
+        self._refuse_backwards("policy", version, self._policy_version)
+        self._target.load(tensors)
+        self._policy_version = version
+        for row, request in enumerate(self._requests):
+            self._rows.prefill(row)
+            request.policy_versions.append(version)
+
+    def load_drafter(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        self._refuse_backwards("drafter", version, self._drafter_version)
+        self._eagle.load(tensors)
+        self._drafter_version = version
+        for request in self._requests:
+            request.drafter_versions.append(version)
+
+    @staticmethod
+    def _refuse_backwards(what: str, version: int, served: int | None) -> None:
+        if served is not None and version < served:
+            raise WeightError(f"{what} version {version} is older than the served {served}; nothing was loaded")
+
+    def force_strategy(self, strategy: DraftStrategy | None) -> None:
+        """Use one strategy from the next round on; None gives the choice back to the selector."""
+        assert strategy is None or strategy.num_draft_tokens <= self._options.max_nodes
+        self._forced = strategy
+
+    # -- one round
+
+    @torch.no_grad()
+    def step(self) -> list[Rollout]:
+        """One round over all running requests; returns the rollouts that ended in it."""
+        assert self._policy_version is not None, "load a policy version first"
+        self._admit()
+        if not self._requests:
+            return []
+        started, running = self._clock(), self.num_running
+        chosen = self._forced or self._selector.choose(running)
+        draft = self._propose(chosen)
+        self.last_strategy = chosen if draft.shape.num_nodes > 1 else OFF
+        emitted, finished = self._commit(draft, *self._verify(draft))
+        self._selector.record(self.last_strategy, running, emitted, self._clock() - started)
+        return finished
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._waiting[0].indices) <= self._options.max_running - self.num_running:
+            work = self._waiting.popleft()
+            first = self.num_running
+            self._rows.add_group(list(work.prompt.token_ids), len(work.indices))
+            for row, (index, seed) in enumerate(zip(work.indices, work.seeds, strict=True), start=first):
+                versions = [[v] if v is not None else [] for v in (self._policy_version, self._drafter_version)]
+                self._requests.append(Request(work, index, seed, self._clock(), versions[0], versions[1]))
+                self._seeds[row], self._draws[row] = seed % 2**64, 0
+            self._sampling = None
+            if self._options.suffix_index is not None:
+                self._options.suffix_index.observe(work.prompt.id, work.prompt.token_ids, 0)
+
+    def _uniforms(self, count: int) -> Tensor:
+        """Fresh random numbers [rows, count], each rollout's own stream."""
+        n = self.num_running
+        numbers = uniforms(self._seeds[:n], self._draws[:n], count)
+        self._draws[:n] += np.uint64(count)
+        return torch.from_numpy(numbers).to(self._target.device)
+
+    def _row_sampling(self) -> SamplingTensors:
+        if self._sampling is None:
+            self._sampling = sampling_tensors([r.sampling for r in self._requests], self._target.device)
+        return self._sampling
+
+    def _propose(self, strategy: DraftStrategy) -> Draft:
+        if strategy.drafter == "suffix":
+            return self._propose_suffix(strategy)
+        # a one-token prompt has no hidden state to draft from before its first round
+        if strategy.drafter == "eagle" and self._rows.lengths[: self._rows.count].min() > 1:
+            if not self._eagle.ready:
+                raise WeightError(f"strategy {strategy.name} needs a drafter: load one, or use strategy off")
+            return self._eagle.propose(strategy, self._row_sampling(), self._uniforms)
+        empty = torch.zeros(self.num_running, 0, dtype=torch.long, device=self._target.device)
+        return Draft(ROOT_ONLY, empty, None, torch.zeros_like(self._rows.base()))
+
+    def _propose_suffix(self, strategy: DraftStrategy) -> Draft:
+        index = self._options.suffix_index
+        assert index is not None, "the service makes a suffix index when a strategy needs one"
+        found = [index.propose(r.work.prompt.id, r.ids[-16:], strategy.depth) for r in self._requests]
+        longest = max(len(f) for f in found)
+        padded = torch.tensor([[*f, *[0] * (longest - len(f))] for f in found], dtype=torch.long)
+        lengths = torch.tensor([len(f) for f in found], device=self._target.device)
+        return Draft(tree_shape(longest, 1, longest + 1), padded.to(self._target.device), None, lengths)
+
+    def _verify(self, draft: Draft) -> tuple[Verified, Tensor]:
+        """Target over all nodes, then verification. Also returns log-probabilities [B,Q,V], processed."""
+        rows, nodes = self._rows, draft.shape.num_nodes
+        base = rows.base()
+        write_at = base[:, None] + torch.arange(nodes, device=base.device)
+        depths = torch.tensor(draft.shape.depths, device=base.device)
+        last = rows.tokens[rows.row_index(), base[:, None]]
+        sees = draft.shape.sees.to(base.device)
+        mask = tail_mask(base, sees, int(base.max()) + nodes, self._target.dtype)
+        ids = torch.cat([last, draft.tokens], dim=1)
+        hidden = self._target.forward(ids, base[:, None] + depths, rows.kv, write_at, mask)
+        rows.hidden[rows.row_index(), write_at] = hidden
+        sampling = self._row_sampling().repeat(nodes)
+        logprobs = process_logits(self._target.logits(hidden).flatten(0, 1), sampling).log_softmax(-1)
+        logprobs = logprobs.unflatten(0, (rows.count, nodes))
+        numbers, threshold = self._uniforms(nodes), self._options.accept_threshold
+        if draft.shape.is_chain:
+            probs = logprobs.exp()
+            return verify_chain(probs, draft.tokens, draft.probs, draft.lengths, numbers, threshold), logprobs
+        verified = verify_tree(logprobs.exp(), draft.tokens, draft.probs, draft.shape, numbers, threshold)
+        self._compact(base, verified)
+        return verified, logprobs
+
+    def _compact(self, base: Tensor, verified: Verified) -> None:
+        """Move the accepted tree path to the columns right behind the root. Columns past the accepted tokens receive
+        copies of the last accepted node: rubbish behind the row's length, covered by the next write."""
+        rows = self._rows
+        source = base[:, None] + verified.path
+        target = base[:, None] + 1 + torch.arange(verified.path.shape[1], device=base.device)
+        rows.kv.gather(rows.row_index(), source, target)
+        rows.hidden[rows.row_index(), target] = rows.hidden[rows.row_index(), source]
+
+    def _commit(self, draft: Draft, verified: Verified, logprobs: Tensor) -> tuple[int, list[Rollout]]:
+        """Append what was verified to each row, up to its first stop; close rows that ended."""
+        root = torch.zeros_like(verified.next_token)[:, None]
+        node_ids = torch.cat([root, draft.tokens], dim=1)
+        accepted, path = verified.num_accepted_tokens, verified.path
+        new = torch.cat([node_ids.gather(1, path), verified.next_token[:, None]], dim=1)
+        new.scatter_(1, accepted[:, None], verified.next_token[:, None])
+        parents = torch.cat([root, path], dim=1)  # the node whose distribution token j came from
+        scores = logprobs[self._rows.row_index(), parents].gather(-1, new[..., None])[..., 0]
+        counts, ids, values = (accepted + 1).tolist(), new.tolist(), scores.tolist()
+        offered = draft.lengths.tolist()
+        ended: list[tuple[int, FinishReason]] = []
+        total = 0
+        for row, request in enumerate(self._requests):
+            tokens = ids[row][: counts[row]]
+            emission = emit(request.response_ids, tokens, request.sampling, self._decode)
+            total += emission.count
+            self._append(row, request, tokens[: emission.count], values[row][: emission.count], offered[row])
+            if emission.finish_reason is not None:
+                ended.append((row, emission.finish_reason))
+        return total, [self._close(row, reason) for row, reason in reversed(ended)]
+
+    def _append(self, row: int, request: Request, tokens: list[int], values: list[float], offered: int) -> None:
+        if offered:
+            request.acceptance.verify(self.last_strategy.name, offered, len(tokens))
+        else:
+            request.acceptance.plain(OFF.name)
+        request.response_ids.extend(tokens)
+        request.logprobs.extend(values)
+        self._rows.append(row, tokens)
+        index = self._options.suffix_index
+        if index is not None:
+            known = request.ids
+            index.observe(request.work.prompt.id, known, len(known) - len(tokens))
+
+    def _close(self, row: int, reason: FinishReason) -> Rollout:
+        """Free the row; rows are closed from the last to the first, so that moves do not disturb pending ones."""
+        request = self._requests[row]
+        moved = self._rows.close(row)
+        if moved is not None:
+            self._requests[row] = self._requests[moved]
+            self._seeds[row], self._draws[row] = self._seeds[moved], self._draws[moved]
+        self._requests.pop()
+        self._sampling = None
+        text = response_text(request.response_ids, request.sampling, self._decode)
+        return request.finish(reason, text, self._clock(), self._options.server)

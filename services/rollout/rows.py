@@ -1,0 +1,104 @@
+"""Device state of the running requests: one dense row each, with tokens, keys/values and target hidden states.
+
+Columns are token positions. For a row of `lengths[r]` known tokens, keys/values and hidden states are valid in columns
+0..lengths[r]-2: the last token has not been through the target yet. Drafter keys/values are valid below
+`drafted[r]` (entry t joins token t+1 and hidden state t). Rejected drafts leave rubbish past those marks, which masks
+hide and later writes cover: roll-back is ragged and free.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.models.kv import KVStore
+from services.models.target import TargetModel
+
+PREFILL_CHUNK = 512
+
+
+class Rows:
+    """Rows 0..count-1 are in use. `spare` columns past max_len take draft nodes and padding of ragged writes."""
+
+    def __init__(self, target: TargetModel, rows: int, max_len: int, spare: int) -> None:
+        spec, device, dtype = target.spec, target.device, target.dtype
+        columns = max_len + spare
+        self.target = target
+        self.kv = KVStore(spec, spec.num_layers, rows, columns, device, dtype)
+        self.draft_kv = KVStore(spec, 1, rows, columns, device, dtype)
+        self.hidden = torch.zeros(rows, columns, spec.hidden_size, device=device, dtype=dtype)
+        self.tokens = torch.zeros(rows, columns, dtype=torch.long, device=device)
+        self.lengths = np.zeros(rows, dtype=np.int64)
+        self.drafted = np.zeros(rows, dtype=np.int64)
+        self.count = 0
+        self._index = torch.arange(rows, device=device)[:, None]
+
+    def row_index(self) -> Tensor:
+        """[count,1], for gathers along columns."""
+        return self._index[: self.count]
+
+    def base(self) -> Tensor:
+        """[count] column of the last known token: where the next target step begins."""
+        return torch.from_numpy(self.lengths[: self.count] - 1).to(self.target.device)
+
+    def add_group(self, prompt_ids: list[int], count: int) -> None:
+        """Open `count` rows on one prompt with a single prefill."""
+        first = self.count
+        self.count += count
+        self._open(first, prompt_ids)
+        for row in range(first + 1, first + count):
+            self._copy(first, row)
+
+    def _open(self, row: int, ids: list[int]) -> None:
+        self.tokens[row, : len(ids)] = torch.tensor(ids, device=self.target.device)
+        self.lengths[row], self.drafted[row] = len(ids), 0
+        self.prefill(row)
+
+    def prefill(self, row: int) -> None:
+        """Run all known tokens but the last through the target; forgets the row's drafter state."""
+        self.drafted[row] = 0
+        end = int(self.lengths[row]) - 1
+        for start in range(0, end, PREFILL_CHUNK):
+            at = torch.arange(start, min(end, start + PREFILL_CHUNK), device=self.target.device)[None]
+            mask = causal_tail(torch.tensor([start], device=self.target.device), at.shape[1], self.target.dtype)
+            ids = self.tokens[row : row + 1, at[0]]
+            self.hidden[row, at[0]] = self.target.forward(ids, at, self.kv, at, mask, first_row=row)[0]
+
+    def _copy(self, source: int, row: int) -> None:
+        length = int(self.lengths[source])
+        self.kv.copy_row(source, row, length)
+        self.draft_kv.copy_row(source, row, length)
+        self.hidden[row, :length] = self.hidden[source, :length]
+        self.tokens[row, :length] = self.tokens[source, :length]
+        self.lengths[row], self.drafted[row] = length, self.drafted[source]
+
+    def close(self, row: int) -> int | None:
+        """Free `row`; the last row moves into the gap. Returns the row that moved, if any."""
+        last = self.count - 1
+        if row != last:
+            self._copy(last, row)
+        self.count = last
+        return last if row != last else None
+
+    def append(self, row: int, ids: list[int]) -> None:
+        start = int(self.lengths[row])
+        self.tokens[row, start : start + len(ids)] = torch.tensor(ids, device=self.target.device)
+        self.lengths[row] = start + len(ids)
+
+
+def tail_mask(base: Tensor, tail: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Additive mask [B,1,Q,columns]: query q of row b sees columns below base[b], and column base[b] + e where
+    tail [Q,E] is True."""
+    queries, width = tail.shape
+    table = torch.zeros(queries, width + 2, dtype=torch.bool, device=tail.device)
+    table[:, 0], table[:, 1:-1] = True, tail
+    additive = torch.zeros(table.shape, dtype=dtype, device=tail.device).masked_fill_(~table, -torch.inf)
+    relative = torch.arange(columns, device=tail.device)[None] - base[:, None]
+    return additive[:, relative.clamp_(-1, width) + 1].transpose(0, 1)[:, None]
+
+
+def causal_tail(base: Tensor, queries: int, dtype: torch.dtype) -> Tensor:
+    """`tail_mask` for `queries` tokens in a row, over just the columns they need."""
+    tail = torch.ones(queries, queries, dtype=torch.bool, device=base.device).tril()
+    return tail_mask(base, tail, int(base.max()) + queries, dtype)

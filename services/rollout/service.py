@@ -1,0 +1,114 @@
+"""The rollout server: an engine behind slot epochs."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from services.config.schema import ClusterConfig, NativeEngine as NativeEngineConfig
+from services.core.errors import ConfigError, StaleEpochError
+from services.core.protocols import Clock
+from services.core.types import GroupWork, Rollout, ServedVersions, ServerReport
+from services.models.device import pick_device, pick_dtype
+from services.models.files import model_dir, read_config
+from services.models.layers import model_spec
+from services.models.target import TargetModel
+from services.models.tokenizer import load_tokenizer
+from services.rollout.native import EngineOptions, NativeEngine
+from services.speculation.selector import make_selector
+from services.speculation.strategy import OFF, draft_strategy
+from services.speculation.suffix_index import SuffixIndex
+
+
+class RolloutService:
+    """Every call carries the slot's epoch; an older one is refused, so a late message cannot disturb a new lease."""
+
+    def __init__(self, engine: NativeEngine, strategies: Mapping[str, object], clock: Clock) -> None:
+        self._engine, self._strategies, self._clock = engine, dict(strategies), clock
+        self._epoch = -1
+
+    def open_epoch(self, epoch: int) -> ServedVersions:
+        """Adopt `epoch`, dropping whatever an older one left running."""
+        if epoch < self._epoch:
+            raise StaleEpochError(f"epoch {epoch} is older than this server's {self._epoch}: renew the lease")
+        if epoch > self._epoch:
+            self._engine.abort()
+        self._epoch = epoch
+        return self._engine.versions
+
+    def submit(self, work: Sequence[GroupWork], epoch: int) -> None:
+        self._check(epoch)
+        for item in work:
+            self._engine.submit(item)
+
+    def advance(self, budget_s: float, epoch: int) -> ServerReport:
+        """Run rounds for about `budget_s` seconds, or until nothing is left."""
+        self._check(epoch)
+        started, finished, before = self._clock(), list[Rollout](), self._progress()
+        while self._engine.num_running or self._engine.num_waiting:
+            finished.extend(self._engine.step())
+            if self._clock() - started >= budget_s:
+                break
+        done = sum(len(r.response_ids) for r in finished)
+        return ServerReport(
+            finished=tuple(finished),
+            running=self._engine.running(),
+            waiting=self._engine.num_waiting,
+            new_tokens=self._progress() + done - before,
+            busy_s=self._clock() - started,
+            strategy=self._engine.last_strategy.name,
+            versions=self._engine.versions,
+        )
+
+    def load_policy(self, version: int, tensors: Mapping[str, Tensor], epoch: int) -> ServedVersions:
+        self._check(epoch)
+        self._engine.load_policy(version, tensors)
+        return self._engine.versions
+
+    def load_drafter(self, version: int, tensors: Mapping[str, Tensor], epoch: int) -> ServedVersions:
+        self._check(epoch)
+        self._engine.load_drafter(version, tensors)
+        return self._engine.versions
+
+    def set_strategy(self, name: str | None, epoch: int) -> None:
+        self._check(epoch)
+        if name is not None and name not in self._strategies:
+            raise ConfigError(f"strategy {name!r} is not configured: one of {', '.join(self._strategies)}")
+        self._engine.force_strategy(None if name is None else self._strategies[name])
+
+    def _progress(self) -> int:
+        return sum(r.num_tokens for r in self._engine.running())
+
+    def _check(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            raise StaleEpochError(f"message of epoch {epoch} at a server in epoch {self._epoch}: renew the lease")
+
+
+def build_rollout_service(config: ClusterConfig, slot: int) -> RolloutService:
+    """The rollout server of one slot; weights arrive by load_policy / load_drafter."""
+    engine_config = config.rollout.engine
+    if not isinstance(engine_config, NativeEngineConfig):
+        raise ConfigError(f"rollout.engine.type {engine_config.type!r} is not available yet: use native")
+    torch.set_num_threads(engine_config.threads)
+    device = pick_device(config.model.device)
+    strategies = {s.name: s for s in (OFF, *(draft_strategy(c) for c in config.speculation.strategies))}
+    max_nodes = max(s.num_draft_tokens for s in strategies.values())
+    needs_index = any(s.drafter == "suffix" for s in strategies.values())
+    options = EngineOptions(
+        max_running=engine_config.max_running,
+        max_len=engine_config.max_len,
+        max_nodes=max_nodes,
+        accept_threshold=config.speculation.accept_threshold if config.speculation.acceptance == "threshold" else 1.0,
+        suffix_index=SuffixIndex(config.speculation.suffix_max_tokens) if needs_index else None,
+        server=f"rollout-{slot}",
+    )
+    spec = model_spec(read_config(model_dir(config.model.path)))
+    target = TargetModel(spec, options.max_len + options.spare_columns, device, pick_dtype(config.model.dtype))
+    rng = random.Random(f"{config.run.seed}/selector/{slot}")
+    tokenizer = load_tokenizer(config.model.path)
+    engine = NativeEngine(target, options, make_selector(config.speculation, rng), tokenizer.decode, time.monotonic)
+    return RolloutService(engine, strategies, time.monotonic)

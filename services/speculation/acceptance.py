@@ -1,0 +1,49 @@
+"""Acceptance accounting per request."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from services.core.types import AcceptanceStats
+
+
+class AcceptanceCounter:
+    """Counts verify steps by what they committed, so that the counters never run past the emitted tokens (row 5)."""
+
+    def __init__(self) -> None:
+        self._histogram: Counter[int] = Counter()
+        self._steps: Counter[str] = Counter()
+        self._proposed = 0
+
+    def plain(self, strategy: str) -> None:
+        """A decode step without a draft."""
+        self._steps[strategy] += 1
+
+    def verify(self, strategy: str, proposed: int, emitted: int) -> None:
+        """A verify step that committed `emitted` tokens, the bonus among them: emitted - 1 draft tokens accepted.
+
+        When a stop or the budget cuts inside the accepted run, what was cut does not count as accepted.
+        """
+        assert 1 <= emitted <= proposed + 1
+        self._histogram[emitted - 1] += 1
+        self._proposed += proposed
+        self._steps[strategy] += 1
+
+    def stats(self) -> AcceptanceStats:
+        longest = max(self._histogram, default=-1)
+        histogram = tuple(self._histogram[k] for k in range(longest + 1))
+        return AcceptanceStats(histogram, self._proposed, dict(self._steps))
+
+
+def merge(stats: Iterable[AcceptanceStats]) -> AcceptanceStats:
+    """Sum of several requests' accounting."""
+    histogram: Counter[int] = Counter()
+    steps: Counter[str] = Counter()
+    proposed = 0
+    for s in stats:
+        histogram.update(dict(enumerate(s.histogram)))
+        steps.update(s.steps_by_strategy)
+        proposed += s.proposed
+    longest = max((k for k, n in histogram.items() if n), default=-1)
+    return AcceptanceStats(tuple(histogram[k] for k in range(longest + 1)), proposed, dict(steps))

@@ -1,0 +1,122 @@
+"""Core protocols over real Ray actors: errors arrive as themselves, tensors cannot pose as control messages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from actors.clients import RayDrafterClient, RayPolicyClient, RayRolloutClient, RayWaiter
+from deploy.cluster import ray_session
+from services.config.schema import ClusterConfig
+from services.core.errors import ControlMessageError, ServiceLostError, StaleEpochError, WaitTimeoutError
+from services.core.types import ServedVersions, TrainBatch
+from tests.services.coordinator.fakes import SAMPLING, make_prompts
+
+pytestmark = pytest.mark.ray
+
+
+class Server:
+    """Answers like a rollout server and a drafter trainer, as far as these tests go."""
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def open_epoch(self, epoch: int) -> Any:
+        if epoch < 0:
+            raise StaleEpochError("epoch -1 is old: renew")
+        if epoch == 99:
+            return {"versions": torch.zeros(2)}
+        return ServedVersions(1, None)
+
+    def submit(self, work: Any, epoch: int) -> None:
+        time.sleep(epoch)
+
+    def load_policy(self, version: int, tensors: Any, epoch: int) -> ServedVersions:
+        assert isinstance(tensors, dict) and torch.equal(tensors["w"], torch.arange(200_000.0))
+        return ServedVersions(version, None)
+
+    def publish(self) -> tuple[int, dict[str, torch.Tensor]]:
+        return 7, {"w": torch.arange(200_000.0)}
+
+    def estimate(self, names: tuple[str, ...], chunk: Any, *states: Any) -> list[Any]:
+        return [*names, chunk["w"].numel(), *(s["w"].numel() for s in states)]
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[None]:
+    with ray_session(ClusterConfig()):
+        yield
+
+
+@pytest.fixture
+def handle(session: None) -> Iterator[Any]:
+    actor = ray.remote(Server).options(num_cpus=0, max_restarts=1, max_task_retries=0).remote()
+    yield actor
+    ray.kill(actor)
+
+
+def test_answers_errors_and_time_outs_arrive_as_themselves(handle: Any) -> None:
+    client = RayRolloutClient("rollout-0", handle)
+    assert client.open_epoch(3).result(30) == ServedVersions(1, None)
+    with pytest.raises(StaleEpochError, match="epoch -1 is old") as caught:
+        client.open_epoch(-1).result(30)
+    assert type(caught.value) is StaleEpochError
+    slow = client.submit([], 2)
+    with pytest.raises(WaitTimeoutError, match="rollout-0.submit did not answer within 0 s"):
+        slow.result(0.1)
+    assert RayWaiter().wait([slow], 0.1) == []
+    assert RayWaiter().wait([slow], 30) == [slow]
+    assert RayWaiter().wait([], 0.01) == []
+
+
+def test_smuggled_tensors_are_refused_both_ways(handle: Any) -> None:
+    client = RayRolloutClient("rollout-0", handle)
+    (prompt,) = make_prompts(1)
+    for bad in (torch.zeros(3), np.zeros(3), np.float32(1.0), b"raw"):
+        smuggler = type(prompt)("p", "t", (1,), "a", "task", {"deep": [bad]})
+        with pytest.raises(ControlMessageError, match="by reference"):
+            client.submit([smuggler], 1)  # type: ignore[list-item]
+    with pytest.raises(ControlMessageError, match="train_step"):
+        RayPolicyClient("policy", handle).train_step(TrainBatch(1, (), ()).__class__(torch.tensor(1), (), ()))  # type: ignore[arg-type]
+    with pytest.raises(ControlMessageError, match="answer of rollout-0.open_epoch"):
+        client.open_epoch(99).result(30)
+    assert SAMPLING  # records with plain values pass
+    client.submit([], 0).result(30)
+
+
+def test_tensors_travel_by_reference_and_outlive_their_maker(handle: Any) -> None:
+    maker = ray.remote(Server).options(num_cpus=0).remote()
+    version, blob = RayPolicyClient("policy", maker).publish()
+    assert version.result(30) == 7
+    ray.kill(maker)
+    assert RayRolloutClient("rollout-0", handle).load_policy(7, blob, 1).result(30) == ServedVersions(7, None)
+    answer = RayDrafterClient("drafter-0", handle).estimate({"live": blob, "frozen": blob}, blob).result(30)
+    assert answer == ["live", "frozen", 200_000, 200_000, 200_000]
+
+
+def test_a_killed_actor_is_a_lost_service_and_answers_again_after_its_restart(handle: Any) -> None:
+    client = RayRolloutClient("rollout-0", handle)
+    first = client.process_id().result(30)
+    under_way = client.submit([], 5)
+    time.sleep(0.3)
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(ServiceLostError) as caught:
+        under_way.result(30)
+    assert caught.value.name == "rollout-0"
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            second = client.process_id().result(30)
+            break
+        except ServiceLostError:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    assert second != first

@@ -1,0 +1,71 @@
+"""The whole system with its real services in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from deploy.local import run_local
+from services.core.errors import StopRequested
+from tests.deploy.tiny_run import make_model_folder, tiny_run
+from tests.services.coordinator.fakes import Recorder
+
+torch.set_num_threads(1)
+
+SUMMARY_KEYS = {
+    "heldout_reward_before", "heldout_reward_after", "acceptance_length_first", "acceptance_length_last",
+    "acceptance_length_frozen_last", "acceptance_length_live_last_offline", "idle_seconds", "drafting_seconds",
+    "rollout_seconds_off", "rollout_seconds_on", "greedy_mismatches", "rollouts", "groups", "steps", "status",
+    "policy_version", "drafter_version", "wall_seconds",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+def test_every_part_of_a_run_works_together(model: Path, tmp_path: Path) -> None:
+    observer = Recorder()
+    exported = []
+    config = tiny_run(model, tmp_path)
+    summary = run_local(config, observer, on_drafter=lambda version, tensors: exported.append((version, tensors)))
+
+    assert summary.keys() >= SUMMARY_KEYS and summary["status"] == "finished"
+    assert (summary["steps"], summary["groups"], summary["rollouts"]) == (3, 12, 48)
+    # An untrained model earns the same reward everywhere in some steps: those have nothing to learn and no new version.
+    assert summary["policy_version"] == observer.steps[-1].policy_version <= 3
+    assert summary["greedy_mismatches"] == 0 and summary["greedy_checked"] == 2
+    assert all(summary[key] is not None for key in SUMMARY_KEYS)
+    for groups in observer.groups.values():
+        assert all([r.index for r in g.rollouts] == [0, 1, 2, 3] for g in groups)
+        assert {r.server for g in groups for r in g.rollouts} == {"rollout-0", "rollout-1"}
+    served = 0
+    for metrics in observer.steps:
+        assert {v for g in observer.groups[metrics.step] for r in g.rollouts for v in r.policy_versions} == {served}
+        served = metrics.policy_version
+        assert metrics.logprob_gap < 1e-3, "engine and trainer disagree about the logprobs"
+        assert metrics.acceptance_length >= 1 and metrics.acceptance_length_frozen_offline is not None
+    ((version, tensors),) = exported
+    assert version == summary["drafter_version"] and all(torch.isfinite(t).all() for t in tensors.values())
+
+
+def test_without_speculation_no_drafter_is_needed(model: Path, tmp_path: Path) -> None:
+    config = tiny_run(
+        model, tmp_path, speculation={"selector": {"type": "fixed"}}, run={"steps": 1, "eval_prompts": 0, "dir": tmp_path}
+    )
+    summary = run_local(config, Recorder())
+    assert summary["status"] == "finished" and summary["acceptance_length_first"] is None
+
+
+def test_an_interrupted_observer_ends_the_run_and_is_finished(model: Path, tmp_path: Path) -> None:
+    class Impatient(Recorder):
+        def step(self, metrics) -> None:  # type: ignore[no-untyped-def]
+            raise StopRequested("enough")
+
+    observer = Impatient()
+    with pytest.raises(StopRequested):
+        run_local(tiny_run(model, tmp_path), observer)
+    assert [s["status"] for s in observer.summaries] == ["stopped"]

@@ -1,0 +1,301 @@
+"""Services on simulated time: engines that take ticks, a policy and a drafter that count. They keep the contracts
+(epochs, versions, loads before work) and complain when the coordinator breaks one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from deploy.inprocess import (
+    LocalDrafterClient,
+    LocalHost,
+    LocalPolicyClient,
+    LocalRewardClient,
+    LocalRolloutClient,
+    LocalService,
+)
+from services.config.schema import ClusterConfig
+from services.coordinator.coordinator import Coordinator, Inputs, Services
+from services.core.errors import StaleEpochError
+from services.core.protocols import Blob
+from services.core.types import (
+    AcceptanceEstimate,
+    AcceptanceStats,
+    DrafterProgress,
+    FinishReason,
+    HiddenStateChunk,
+    PolicyStepReport,
+    Prompt,
+    Reward,
+    Rollout,
+    RunningRequest,
+    SamplingParams,
+    ServedVersions,
+    ServerReport,
+)
+from services.policy.advantage import advantages
+
+SAMPLING = SamplingParams(max_tokens=400, stop_token_ids=(0,))
+
+
+def make_prompts(count: int, start: int = 0) -> tuple[Prompt, ...]:
+    return tuple(Prompt(f"p{i}", f"text {i}", (1, 2, i), "7", "fake") for i in range(start, start + count))
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(seconds, 1e-3)
+
+
+@dataclass
+class FakeRollout:
+    """Response length comes from the seed; one token takes `token_s` for all running requests."""
+
+    slot: int
+    clock: FakeClock
+    capacity: int
+    needs_drafter: bool = True
+    token_s: float = 0.01
+    epoch: int = -1
+    policy: int | None = None
+    drafter: int | None = None
+    strategy: str | None = None
+    requests: list[list[Any]] = field(default_factory=list)
+    served: int = 0
+
+    def open_epoch(self, epoch: int) -> ServedVersions:
+        if epoch < self.epoch:
+            raise StaleEpochError("old")
+        if epoch > self.epoch:
+            self.requests.clear()
+        self.epoch = epoch
+        return self._versions()
+
+    def submit(self, work: Any, epoch: int) -> None:
+        self._check(epoch)
+        assert self.policy is not None, "work before weights"
+        for w in work:
+            for index, seed in zip(w.indices, w.seeds, strict=True):
+                # One response in twelve is the long tail, of very different lengths.
+                length = 5 + seed % 20 if seed % 12 else 100 + random.Random(seed).randrange(300)
+                self.requests.append([w, index, seed, length, 0])
+        assert len(self.requests) <= self.capacity, "more work than the server can run"
+
+    def advance(self, budget_s: float, epoch: int) -> ServerReport:
+        self._check(epoch)
+        start, done, tokens = self.clock(), [], 0
+        while self.requests and self.clock() - start < budget_s:
+            self.clock.now += self.token_s
+            for request in list(self.requests):
+                request[4] += 1
+                tokens += 1
+                if request[4] >= request[3]:
+                    self.requests.remove(request)
+                    done.append(self._rollout(*request))
+        running = tuple(RunningRequest(f"{r[0].group_id}#{r[1]}", r[4], AcceptanceStats()) for r in self.requests)
+        self.served += len(done)
+        return ServerReport(
+            tuple(done), running, 0, tokens, self.clock() - start, self.strategy or "off", self._versions()
+        )
+
+    def load_policy(self, version: int, tensors: Any, epoch: int) -> ServedVersions:
+        self._check(epoch)
+        assert tensors == f"policy {version}"
+        self.policy = version
+        return self._versions()
+
+    def load_drafter(self, version: int, tensors: Any, epoch: int) -> ServedVersions:
+        self._check(epoch)
+        assert isinstance(tensors, dict) and "trained" in tensors
+        self.drafter = version
+        return self._versions()
+
+    def set_strategy(self, name: str | None, epoch: int) -> None:
+        self._check(epoch)
+        self.strategy = name
+
+    def _rollout(self, w: Any, index: int, seed: int, length: int, _: int) -> Rollout:
+        ids = tuple(seed % 97 + i for i in range(length))
+        stats = AcceptanceStats((length // 2, length // 4), length, {"eagle": length // 2})
+        if self.strategy == "off":
+            stats = AcceptanceStats((), 0, {"off": length})
+        return Rollout(
+            w.group_id, w.prompt.id, index, seed, w.prompt.token_ids, ids, (0.0,) * length, "t", FinishReason.STOP,
+            w.sampling, (self.policy or 0,), (self.drafter or 0,), stats, f"rollout-{self.slot}",
+        )  # fmt: skip
+
+    def _versions(self) -> ServedVersions:
+        return ServedVersions(self.policy, self.drafter)
+
+    def _check(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise StaleEpochError(f"{epoch} is not {self.epoch}")
+
+
+@dataclass
+class FakeDrafter:
+    """Its state is {"trained": micro-steps}; it refuses to train without begin, head and data."""
+
+    slot: int
+    clock: FakeClock
+    epoch: int = -1
+    state: dict[str, int] | None = None
+    head: int | None = None
+    chunks: list[int] = field(default_factory=list)
+    micro_steps_done: int = 0
+
+    def begin(self, state: Any, epoch: int) -> None:
+        assert epoch > self.epoch
+        self.state, self.epoch = dict(state), epoch
+
+    def load_target_head(self, policy_version: int, tensors: Any) -> None:
+        assert tensors == f"policy {policy_version}"
+        self.head = policy_version
+
+    def add_chunk(self, chunk: HiddenStateChunk, tensors: Any) -> None:
+        assert tensors == f"hidden {chunk.step}"
+        self.chunks.append(chunk.step)
+
+    def train(self, budget_s: float, epoch: int) -> DrafterProgress:
+        if epoch != self.epoch:
+            raise StaleEpochError("old")
+        assert self.state is not None and self.head is not None
+        steps = 2 if self.chunks else 0
+        self.clock.now += budget_s
+        self.state["trained"] += steps
+        self.micro_steps_done += steps
+        return DrafterProgress(steps, self.state["trained"], 10, 1.0, (0.5,), budget_s)
+
+    def snapshot(self, epoch: int) -> tuple[int, dict[str, int]]:
+        if epoch != self.epoch:
+            raise StaleEpochError("old")
+        assert self.state is not None
+        return self.state["trained"], dict(self.state)
+
+    def export(self, state: Any) -> tuple[int, dict[str, int]]:
+        return 1, dict(state)
+
+    def estimate(self, drafters: Any, tensors: Any) -> list[AcceptanceEstimate]:
+        return [AcceptanceEstimate(n, (0.5,), 1.0 + s["trained"] / 1000, 10) for n, s in drafters.items()]
+
+
+@dataclass
+class FakePolicy:
+    clock: FakeClock
+    version: int = 0
+    batches: list[Any] = field(default_factory=list)
+
+    def train_step(self, batch: Any) -> tuple[PolicyStepReport, HiddenStateChunk, str]:
+        self.clock.now += 0.5
+        old, self.version = self.version, self.version + 1
+        assert all(r.policy_versions == (old,) for r in batch.rollouts), "off-policy rollouts"
+        self.batches.append(batch)
+        report = PolicyStepReport(self.version, 0.1, 1.0, 0.0, 0.0, 0.0, 1.0, 10, 0.0, (), 0.5)
+        return report, HiddenStateChunk(old, batch.step, 4, 40, 4000), f"hidden {batch.step}"
+
+    def publish(self) -> tuple[int, str]:
+        return self.version, f"policy {self.version}"
+
+
+class FakeReward:
+    def score(self, prompts: Any, rollouts: Any) -> list[Reward]:
+        return [Reward(float(r.seed % 2), bool(r.seed % 2)) for r in rollouts]
+
+
+@dataclass
+class Recorder:
+    """A RunObserver that remembers."""
+
+    steps: list[Any] = field(default_factory=list)
+    groups: dict[int, Any] = field(default_factory=dict)
+    evaluations: list[Any] = field(default_factory=list)
+    spans: list[Any] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
+    views: list[Any] = field(default_factory=list)
+    summaries: list[Any] = field(default_factory=list)
+    watch: Callable[[Any], None] = lambda view: None
+
+    def step(self, metrics: Any) -> None:
+        self.steps.append(metrics)
+
+    def rollouts(self, step: int, groups: Any) -> None:
+        self.groups[step] = groups
+
+    def evaluation(self, result: Any) -> None:
+        self.evaluations.append(result)
+
+    def span(self, span: Any) -> None:
+        self.spans.append(span)
+
+    def event(self, event: Any) -> None:
+        self.events.append(event)
+
+    def progress(self, view: Any) -> None:
+        self.views.append(view)
+        self.watch(view)
+
+    def finish(self, summary: Any) -> None:
+        self.summaries.append(summary)
+
+
+def tiny_config(**changes: Any) -> ClusterConfig:
+    """`changes` are sections as dictionaries, merged over a small run."""
+    base: dict[str, dict[str, Any]] = {
+        "rollout": {
+            "num_servers": 2,
+            "group_size": 4,
+            "prompts_per_step": 6,
+            "engine": {"type": "native", "max_running": 12, "max_len": 1024},
+        },
+        "speculation": {
+            "selector": {
+                "type": "fixed", "strategy": {"drafter": "eagle", "depth": 3, "topk": 1, "num_draft_tokens": 4},
+            }
+        },
+        "run": {"steps": 3, "eval_prompts": 5},
+        "coordinator": {"lease_s": 5.0, "call_timeout_s": 20.0, "start_timeout_s": 30.0},
+    }  # fmt: skip
+    for section, values in changes.items():
+        base[section] = {**base.get(section, {}), **values}
+    return ClusterConfig.model_validate(base)
+
+
+class World:
+    """A whole run on fakes: `coordinator.run()` goes through it; kill services by name."""
+
+    def __init__(self, config: ClusterConfig | None = None, train_prompts: int = 20) -> None:
+        self.config = config = config or tiny_config()
+        self.clock = FakeClock()
+        self.host = host = LocalHost(self.clock, self.clock.sleep)
+        slots = range(config.rollout.num_servers)
+        capacity = config.rollout.engine.max_running  # type: ignore[union-attr]
+        self.servers = [
+            LocalService(f"rollout-{i}", lambda i=i: FakeRollout(i, self.clock, capacity), host) for i in slots
+        ]
+        self.drafters = [LocalService(f"drafter-{i}", lambda i=i: FakeDrafter(i, self.clock), host) for i in slots]
+        self.policy = LocalService("policy", lambda: FakePolicy(self.clock), host)
+        self.reward = LocalService("reward", FakeReward, host)
+        self.observer = Recorder()
+        self.services = Services(
+            rollout=[LocalRolloutClient(s) for s in self.servers],
+            drafters=[LocalDrafterClient(s) for s in self.drafters],
+            policy=LocalPolicyClient(self.policy),
+            reward=LocalRewardClient(self.reward),
+            waiter=host,
+            initial_drafter=Blob({"trained": 0}),
+            advantages=advantages,
+        )
+        self.inputs = Inputs(make_prompts(train_prompts), make_prompts(8, 1000), SAMPLING)
+        self.coordinator = Coordinator(config, self.inputs, self.services, self.observer, self.clock)
+
+    def replace_services(self, **changes: Any) -> None:
+        self.services = replace(self.services, **changes)
+        self.coordinator = Coordinator(self.config, self.inputs, self.services, self.observer, self.clock)

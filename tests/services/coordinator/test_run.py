@@ -1,0 +1,139 @@
+"""Whole runs on simulated services: the loop's order, drafting in idle slots, versions, comparison, stop."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from services.core.errors import ServiceLostError, StopRequested, WeightError
+from services.core.types import ServedVersions
+from tests.services.coordinator.fakes import FakeRollout, World, tiny_config
+
+
+def test_a_run_trains_drafts_publishes_and_reports() -> None:
+    world = World()
+    summary = world.coordinator.run()
+
+    assert summary["status"] == "finished" and world.observer.summaries == [summary]
+    assert (summary["steps"], summary["groups"], summary["rollouts"]) == (3, 18, 72)
+    assert summary["policy_version"] == 3
+    assert summary["heldout_reward_before"] is not None and summary["heldout_reward_after"] is not None
+    assert summary["acceptance_length_first"] > 1
+    assert [m.step for m in world.observer.steps] == [1, 2, 3]
+    for groups in world.observer.groups.values():
+        assert all([r.index for r in g.rollouts] == [0, 1, 2, 3] for g in groups)
+    # Step 1 has no hidden states yet; later tails train the drafter, and the last one's state is published.
+    first, *later = world.observer.steps
+    assert first.drafting_s == 0 and first.idle_s > 0
+    with_tail = [m for m in later if m.response_len_max > 100]
+    assert with_tail and all(m.drafting_s > 0 and m.drafter_micro_steps > 0 for m in with_tail)
+    published = sum(m.drafter_micro_steps > 0 for m in later)
+    assert summary["drafter_version"] == published
+    assert summary["drafting_seconds"] == pytest.approx(sum(m.drafting_s for m in world.observer.steps))
+    assert later[-1].acceptance_length_live_offline > later[-1].acceptance_length_frozen_offline == 1.0
+    for server in world.servers:
+        assert server.instance._versions() == ServedVersions(3, published)
+
+
+def test_both_servers_get_work_in_every_step() -> None:
+    world = World()
+    world.coordinator.run()
+    for groups in world.observer.groups.values():
+        by_server = {r.server for g in groups for r in g.rollouts}
+        assert by_server == {"rollout-0", "rollout-1"}
+
+
+def test_drafter_state_moves_between_slots_and_only_one_trains() -> None:
+    world = World(tiny_config(rollout={"num_servers": 3, "prompts_per_step": 9, "group_size": 4,
+                                       "engine": {"type": "native", "max_running": 12, "max_len": 1024}},
+                              run={"steps": 8, "eval_prompts": 0}))  # fmt: skip
+    world.coordinator.run()
+    spans = [s for s in world.observer.spans if s.role == "drafting"]
+    assert len({s.slot for s in spans}) > 1
+    for a in spans:
+        for b in spans:
+            assert a is b or a.end_s <= b.start_s or b.end_s <= a.start_s
+    done = sum(d.instance.micro_steps_done for d in world.drafters)
+    last = max(d.instance.state["trained"] for d in world.drafters if d.instance.state)
+    assert last == done, "a slot started from something else than the newest state"
+
+
+def test_spans_of_a_slot_do_not_overlap_and_cover_the_run() -> None:
+    world = World()
+    summary = world.coordinator.run()
+    for slot in ("slot 0", "slot 1"):
+        spans = sorted((s for s in world.observer.spans if s.slot == slot), key=lambda s: s.start_s)
+        for before, after in itertools.pairwise(spans):
+            assert before.end_s == pytest.approx(after.start_s)
+        assert spans[0].start_s == 0 and spans[-1].end_s == pytest.approx(summary["wall_seconds"])
+
+
+def test_without_drafter_trainers_a_run_works() -> None:
+    world = World(tiny_config(speculation={"selector": {"type": "fixed"}}, drafter={"train": False}))
+    world.replace_services(drafters=[], initial_drafter=None)
+    summary = world.coordinator.run()
+    assert summary["status"] == "finished" and summary["drafter_version"] == 0
+    assert summary["drafting_seconds"] == 0 and summary["acceptance_length_live_last_offline"] is None
+
+
+def test_comparison_measures_both_ways_and_checks_greedy() -> None:
+    world = World(tiny_config(run={"steps": 1, "eval_prompts": 2, "compare_prompts": 3, "compare_repeats": 3}))
+    summary = world.coordinator.run()
+    assert summary["rollout_seconds_off"] > 0 and summary["rollout_seconds_on"] > 0
+    assert (summary["greedy_mismatches"], summary["greedy_checked"]) == (0, 3)
+    assert all(s.instance.strategy == "eagle_3_1_4" for s in world.servers if s.instance.served)
+
+
+def test_greedy_mismatches_are_counted() -> None:
+    class Lossy(FakeRollout):
+        def _rollout(self, w, index, seed, length, _):  # type: ignore[no-untyped-def]
+            wrong = self.strategy == "eagle_3_1_4" and w.sampling.temperature == 0
+            return super()._rollout(w, index, seed + wrong, length, _)
+
+    world = World(tiny_config(run={"steps": 1, "eval_prompts": 0, "compare_prompts": 3, "compare_repeats": 1}))
+    for i, server in enumerate(world.servers):
+        server.instance = Lossy(i, world.clock, 12)
+    assert world.coordinator.run()["greedy_mismatches"] == 3
+
+
+def test_a_server_that_serves_other_weights_ends_the_run_with_an_event() -> None:
+    class Deaf(FakeRollout):
+        def load_policy(self, version, tensors, epoch):  # type: ignore[no-untyped-def]
+            if version < 2:
+                super().load_policy(version, tensors, epoch)
+            return self._versions()
+
+    world = World()
+    world.servers[1].instance = Deaf(1, world.clock, 12)
+    with pytest.raises(WeightError, match="rollout-1 serves policy version 1"):
+        world.coordinator.run()
+    assert [e.kind for e in world.observer.events if e.kind == "version_mismatch"]
+    assert world.observer.summaries[0]["status"] == "failed" and "rollout-1" in world.observer.summaries[0]["error"]
+
+
+def test_stop_ends_the_run_at_a_safe_point_with_a_valid_summary() -> None:
+    world = World()
+    world.observer.step = lambda metrics: world.coordinator.stop()  # type: ignore[method-assign]
+    with pytest.raises(StopRequested):
+        world.coordinator.run()
+    (summary,) = world.observer.summaries
+    assert summary["status"] == "stopped" and summary["steps"] == 1 and summary["error"] is None
+
+
+def test_a_dead_policy_trainer_ends_the_run_and_says_why() -> None:
+    world = World()
+    world.observer.step = lambda metrics: world.policy.kill()  # type: ignore[method-assign]
+    with pytest.raises(ServiceLostError, match="weights died with it"):
+        world.coordinator.run()
+    assert world.observer.summaries[0]["status"] == "failed"
+
+
+def test_progress_views_tell_phase_and_slots() -> None:
+    world = World()
+    world.coordinator.run()
+    phases = {v.phase for v in world.observer.views}
+    assert {"rollout", "reward", "policy", "publish", "evaluation", "finished"} <= phases
+    rollout = [v for v in world.observer.views if v.phase == "rollout"]
+    assert any(v.rollouts_running for v in rollout) and any(0 < v.rollouts_done < v.rollouts_total for v in rollout)
+    assert any("drafting" in v.slots.values() for v in rollout)

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.coordinator.scheduler import (
+    SlotView,
+    drafting_must_stop,
+    hand_out,
+    slot_to_draft,
+    slots_to_release,
+    slots_to_wake,
+)
+from services.coordinator.work import make_work, prompts_of_step, rollout_seed
+from services.core.types import SlotState
+from tests.services.coordinator.fakes import SAMPLING, make_prompts
+
+S = SlotState
+
+
+def view(slot: int, state: SlotState, outstanding: int = 0, serves: bool = True, can_draft: bool = True) -> SlotView:
+    return SlotView(slot, state, outstanding, serves, can_draft)
+
+
+def works(count: int, size: int = 4):  # type: ignore[no-untyped-def]
+    return make_work(make_prompts(count), "s", size, SAMPLING, 0)
+
+
+@given(st.integers(0, 30), st.integers(1, 5), st.integers(2, 8), st.integers(8, 40))
+def test_work_fits_is_in_order_and_shared_evenly(groups: int, servers: int, size: int, capacity: int) -> None:
+    pending = works(groups, size)
+    given_out = hand_out(pending, [view(i, S.ROLLOUT) for i in range(servers)], capacity)
+    assert [g.work for g in given_out] == pending[: len(given_out)]
+    load = [sum(len(g.work.indices) for g in given_out if g.slot == i) for i in range(servers)]
+    assert max(load) <= capacity and max(load) - min(load) <= size
+    if len(given_out) < groups:
+        assert min(load) + size > capacity, "room was left unused"
+
+
+def test_only_ready_serving_slots_get_work() -> None:
+    slots = [view(0, S.IDLE), view(1, S.LOST), view(2, S.ROLLOUT, serves=False), view(3, S.DRAFTING)]
+    assert hand_out(works(2), slots, 8) == []
+    assert {g.slot for g in hand_out(works(2), [*slots, view(4, S.DRAINING)], 8)} == {4}
+
+
+def test_idle_slots_wake_only_for_work_that_is_left_over() -> None:
+    slots = [view(0, S.ROLLOUT, 8), view(1, S.IDLE), view(2, S.IDLE)]
+    assert slots_to_wake(works(1), slots, 8) == [1]
+    assert slots_to_wake(works(1), [dataclasses.replace(slots[0], outstanding=4), *slots[1:]], 8) == []
+    assert slots_to_wake([], slots, 8) == []
+
+
+def test_a_slot_is_released_when_nothing_runs_and_nothing_waits() -> None:
+    slots = [view(0, S.DRAINING, 0), view(1, S.ROLLOUT, 3)]
+    assert slots_to_release([], slots) == [0]
+    assert slots_to_release(works(1), slots) == []
+
+
+def test_drafting_needs_an_idle_slot_a_busy_one_data_and_nobody_training() -> None:
+    busy, idle = view(0, S.DRAINING, 2), view(1, S.IDLE)
+    assert slot_to_draft([], [busy, idle], True, None) == 1
+    assert slot_to_draft(works(1), [busy, idle], True, None) is None
+    assert slot_to_draft([], [busy, idle], False, None) is None
+    assert slot_to_draft([], [view(0, S.DRAINING, 0), idle], True, None) is None
+    assert slot_to_draft([], [busy, view(1, S.LOST)], True, None) is None
+    assert slot_to_draft([], [busy, view(1, S.IDLE, can_draft=False)], True, None) is None
+    assert slot_to_draft([], [busy, view(1, S.DRAFTING), view(2, S.IDLE)], True, None) is None
+    assert slot_to_draft([], [busy, idle, view(2, S.IDLE)], True, 2) == 2
+
+
+def test_drafting_stops_when_rollout_ends_or_work_comes_back() -> None:
+    assert not drafting_must_stop([], [view(0, S.DRAINING, 1), view(1, S.DRAFTING)])
+    assert drafting_must_stop([], [view(0, S.DRAINING, 0), view(1, S.DRAFTING)])
+    assert drafting_must_stop(works(1), [view(0, S.DRAINING, 1), view(1, S.DRAFTING)])
+
+
+def test_prompts_of_steps_pass_over_all_prompts_before_repeating() -> None:
+    prompts = make_prompts(10)
+    first = [p.id for step in range(1, 6) for p in prompts_of_step(prompts, step, 2, seed=1)]
+    assert sorted(first) == sorted(p.id for p in prompts)
+    again = [p.id for step in range(6, 11) for p in prompts_of_step(prompts, step, 2, seed=1)]
+    assert sorted(again) == sorted(first) and again != first
+    assert [p.id for p in prompts_of_step(prompts, 3, 4, 1)] == [p.id for p in prompts_of_step(prompts, 3, 4, 1)]
+    assert len(prompts_of_step(prompts, 4, 4, 1)) == 4
+
+
+def test_seeds_are_distinct_and_reproducible() -> None:
+    seeds = {rollout_seed(s, l, p, i) for s in (0, 1) for l in ("a", "b") for p in range(8) for i in range(8)}  # noqa: E741
+    assert len(seeds) == 2 * 2 * 8 * 8
+    assert rollout_seed(0, "a", 1, 2) == rollout_seed(0, "a", 1, 2) < 2**48

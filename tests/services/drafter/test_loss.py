@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from services.drafter.loss import chain_lengths, drafter_loss, expected_acceptance, supervised_counts
+from services.drafter.packing import pack_states
+from services.drafter.unroll import unroll
+from services.models.layers import RopeTable
+
+CPU = torch.device("cpu")
+
+
+def loss_of(drafter, batches, head, depths=3, temperature=1.0):
+    rope = RopeTable(drafter.target_spec, 64, CPU, torch.float32)
+    counts = supervised_counts(batches, depths)
+    parts = [
+        drafter_loss(unroll(drafter, b, head.embed, rope, depths), b, head.head, counts, 0.2, 0.8, temperature)
+        for b in batches
+    ]
+    return sum(p.loss for p in parts), counts, [sum(p.overlap[j] for p in parts) for j in range(depths)]
+
+
+@pytest.mark.parametrize(("prompt", "response"), [(5, 3), (1, 3), (2, 1), (5, 1), (3, 9)])
+def test_supervision_starts_with_the_first_response_token_and_ends_before_the_end(
+    make_spec, make_drafter, make_states, make_head, prompt, response
+) -> None:
+    """Row 28, prompt 5, answer 3: the entry that meets token T_start - 1 draws the first answer token and learns; the
+    last entry would predict past the end and does not. Read off the gradient of each entry's prediction."""
+    (state,) = make_states((prompt, response))
+    head = make_head()
+    rows = pack_states([state], 64, CPU)[0]
+    predicted = torch.randn(1, prompt + response - 1, 32, requires_grad=True)
+    drafter_loss([predicted], rows, head.head, supervised_counts([rows], 1), 0.2, 0.8, 1.0).loss.backward()
+    learning = (predicted.grad[0].abs().sum(-1) > 0).nonzero().flatten().tolist()
+    # entry t meets input token t + 1 and predicts token t + 2
+    expected = [t for t in range(prompt + response - 1) if prompt <= t + 2 < prompt + response]
+    assert learning == expected
+    if prompt >= 2:
+        assert learning[0] + 1 == prompt - 1 and len(learning) == response
+    assert predicted.grad[0, -1].abs().sum() == 0
+
+
+def test_target_of_each_entry_is_the_targets_distribution_of_the_next_token(make_states, make_head) -> None:
+    (state,) = make_states((5, 3))
+    head = make_head()
+    rows = pack_states([state], 64, CPU)[0]
+    perfect = F.pad(state.hidden[1:], (0, 0))[None]
+    found = drafter_loss([perfect], rows, head.head, supervised_counts([rows], 1), 1.0, 0.8, 1.0)
+    logprobs = F.linear(state.hidden, head.head).log_softmax(-1)
+    predicts = logprobs[4:7]  # positions 4, 5, 6 predict the answer tokens 5, 6, 7
+    assert found.loss.item() == pytest.approx(-(predicts.exp() * predicts).sum(-1).mean().item(), rel=1e-5)
+    assert found.overlap[0] == pytest.approx(3.0, rel=1e-5)
+
+
+def test_packed_equals_one_by_one_in_value_and_gradient(make_spec, make_drafter, make_states, make_head) -> None:
+    states, head = make_states((3, 14), (2, 4), (4, 4), (1, 7), (2, 1), (1, 1)), make_head()
+    found = []
+    for budget in (17, 40, 400):
+        drafter = make_drafter(make_spec())
+        loss, counts, overlap = loss_of(drafter, pack_states(states, budget, CPU), head)
+        loss.backward()
+        found.append((loss.item(), counts, overlap, [p.grad for p in drafter.parameters()]))
+    single = [b for s in states for b in pack_states([s], 400, CPU)]
+    drafter = make_drafter(make_spec())
+    loss, counts, overlap = loss_of(drafter, single, head)
+    loss.backward()
+    for value, n, o, grads in found:
+        assert value == pytest.approx(loss.item(), rel=1e-5) and n == counts
+        assert o == pytest.approx(overlap, rel=1e-5)
+        for a, p in zip(grads, drafter.parameters(), strict=True):
+            torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_only_the_drafter_learns(make_spec, make_drafter, make_states, make_head) -> None:
+    """Row 29: embedding, head and the policy's hidden states stay untouched even when they could take a gradient."""
+    head = make_head()
+    head.embed.requires_grad_()
+    head.head.requires_grad_()
+    states = make_states((3, 9), (2, 4))
+    drafter = make_drafter(make_spec())
+    loss, _, _ = loss_of(drafter, pack_states(states, 64, CPU), head)
+    loss.backward()
+    assert head.embed.grad is None and head.head.grad is None
+    assert all(s.hidden.grad is None and not s.hidden.requires_grad for s in states)
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.parameters())
+
+
+def test_nothing_supervised_is_zero_not_nan(make_spec, make_drafter, make_states, make_head) -> None:
+    states = make_states((6, 0), (1, 1))
+    loss, counts, _ = loss_of(make_drafter(make_spec()), pack_states(states, 64, CPU), make_head())
+    assert counts == [0, 0, 0] and loss.item() == 0.0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7, 0.0])
+def test_chain_length_is_a_mean_of_products(make_spec, make_drafter, make_states, make_head, temperature) -> None:
+    states, head, depths = make_states((3, 6), (2, 3), (1, 2)), make_head(), 4
+    drafter = make_drafter(make_spec())
+    rope = RopeTable(drafter.target_spec, 64, CPU, torch.float32)
+    with torch.no_grad():
+        rows = pack_states(states, 64, CPU)[0]
+        predicted = unroll(drafter, rows, head.embed, rope, depths)
+        alphas = expected_acceptance(predicted, rows, head.head, temperature)
+        lengths = chain_lengths(alphas, rows)
+    by_hand = []
+    for member, (row, column) in zip(rows.members, rows.layout.starts, strict=True):
+        s = states[member]
+        count = len(s.input_ids) - 1
+        for start in range(count):
+            if start + 2 >= len(s.input_ids) or not s.loss_mask[start + 2]:
+                continue
+            total, product = 1.0, 1.0
+            for j in range(depths):
+                t = start + j
+                if t + 2 >= len(s.input_ids):
+                    break
+                p = F.linear(s.hidden[t + 1], head.head)
+                q = F.linear(predicted[j][row, column + t], head.head)
+                if temperature:
+                    p, q = (p / temperature).softmax(-1), (q / temperature).softmax(-1)
+                    product *= torch.minimum(p, q).sum().item()
+                else:
+                    product *= float(p.argmax() == q.argmax())
+                total += product
+            by_hand.append(total)
+    assert sorted(lengths.tolist()) == pytest.approx(sorted(by_hand), rel=1e-4)
+
+
+def test_a_perfect_drafter_is_accepted_to_the_end(make_states, make_head) -> None:
+    (state,) = make_states((5, 3))
+    rows = pack_states([state], 64, CPU)[0]
+    alphas = expected_acceptance([rows.target_hidden] * 2, rows, make_head().head, 1.0)
+    # from entries 3, 4, 5: two drafts fit, two, one (nothing can be committed past the end)
+    assert chain_lengths(alphas, rows).tolist() == pytest.approx([3.0, 3.0, 2.0])

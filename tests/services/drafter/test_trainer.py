@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+import torch
+
+from services.core.errors import BatchError, WeightError
+from services.drafter.head import TargetHead
+from services.drafter.state import fresh_state
+from services.drafter.trainer import DrafterTrainer, train_drafter
+from services.models.hidden import HiddenStates
+
+
+def start(trainer: DrafterTrainer, make_drafter) -> DrafterTrainer:
+    trainer.load_state(fresh_state(make_drafter(trainer.spec).tensors(), trainer.spec))
+    return trainer
+
+
+def learnable(make_head, count: int = 12) -> list[HiddenStates]:
+    """Hidden states that a drafter can predict: each is a fixed function of the one before and of the token."""
+    head, g = make_head(), torch.Generator().manual_seed(3)
+    turn = torch.linalg.qr(torch.randn(32, 32, generator=g))[0]
+    found = []
+    for n in (10 + 3 * i for i in range(count)):
+        ids = torch.randint(0, 24, (n,), generator=g)
+        rows = [torch.randn(32, generator=g)]
+        for t in range(1, n):
+            rows.append(torch.tanh(rows[-1] @ turn + 0.5 * head.embed[ids[t]]))
+        found.append(HiddenStates(ids, torch.stack(rows), torch.arange(n) >= 3, 0))
+    return found
+
+
+def test_training_raises_acceptance_at_every_depth(make_trainer, make_drafter, make_head) -> None:
+    trainer = start(make_trainer(learning_rate=3e-3, unroll=3), make_drafter)
+    states = learnable(make_head)
+    before = trainer.estimate("before", trainer.state()["tensors"], states)
+    steps = list(train_drafter([states] * 60, trainer))
+    after = trainer.estimate("after", trainer.state()["tensors"], states)
+    assert trainer.total_steps == trainer.updates == 60 and all(s.updated for s in steps)
+    assert steps[-1].loss < steps[0].loss
+    assert all(b > a + 0.05 for a, b in zip(before.per_depth, after.per_depth, strict=True))
+    assert after.acceptance_length > before.acceptance_length + 0.2
+    assert all(0 <= a <= 1 for s in steps for a in s.expected_acceptance)
+    assert before.drafter == "before" and before.num_tokens == sum(len(s.input_ids) - 3 for s in states)
+
+
+def test_estimate_agrees_with_training_and_leaves_the_drafter_alone(make_trainer, make_drafter, make_states) -> None:
+    trainer = start(make_trainer(temperature=0.8), make_drafter)
+    states = make_states((3, 9), (2, 20), (4, 2))
+    own = trainer.state()
+    other = make_drafter(trainer.spec, seed=9).tensors()
+    estimate = trainer.estimate("own", own["tensors"], states)
+    assert trainer.estimate("other", other, states).per_depth != estimate.per_depth
+    assert all(
+        torch.equal(a, b) for a, b in zip(own["tensors"].values(), trainer.state()["tensors"].values(), strict=True)
+    )
+    assert trainer.train_micro_step(states).expected_acceptance == pytest.approx(estimate.per_depth, rel=1e-5)
+
+
+@pytest.mark.parametrize("split", [0, 1, 3, 6])
+def test_state_moved_to_another_trainer_goes_on_bit_for_bit(make_trainer, make_drafter, make_states, split) -> None:
+    batches = [make_states((3, 9), (2, 5 + k), seed=k) for k in range(6)]
+    alone = start(make_trainer(), make_drafter)
+    here = start(make_trainer(), make_drafter)
+    expected = [alone.train_micro_step(b) for b in batches]
+    found = [here.train_micro_step(b) for b in batches[:split]]
+    there = make_trainer()
+    there.train_micro_step(make_states((3, 9)))  # whatever it did before must not matter
+    there.load_state(pickle.loads(pickle.dumps(here.state())))
+    found += [there.train_micro_step(b) for b in batches[split:]]
+    assert found == expected
+    a, b = alone.state(), there.state()
+    assert (a["total_steps"], a["updates"]) == (b["total_steps"], b["updates"]) == (6, 6)
+    for x, y in ((a["tensors"], b["tensors"]), *((a["optimizer"][m], b["optimizer"][m]) for m in a["optimizer"])):
+        assert x.keys() == y.keys() and all(torch.equal(x[n], y[n]) for n in x)
+
+
+def test_a_state_is_a_copy(make_trainer, make_drafter, make_states) -> None:
+    trainer = start(make_trainer(), make_drafter)
+    trainer.train_micro_step(make_states((3, 9)))
+    state = trainer.state()
+    kept = pickle.loads(pickle.dumps(state))
+    trainer.train_micro_step(make_states((3, 9)))
+    other = make_trainer()
+    other.load_state(state)
+    other.train_micro_step(make_states((3, 9)))
+    for part in (state["tensors"], *state["optimizer"].values()):
+        same = kept["tensors"] if part is state["tensors"] else None
+        assert same is None or all(torch.equal(part[n], same[n]) for n in part)
+    assert all(
+        torch.equal(state["optimizer"][m][n], kept["optimizer"][m][n])
+        for m in kept["optimizer"]
+        for n in kept["tensors"]
+    )
+
+
+@pytest.mark.parametrize("fault", ["renamed", "shape", "missing", "nan", "moments", "no moments", "moment shape"])
+def test_a_state_that_does_not_fit_changes_nothing(make_trainer, make_drafter, make_states, fault) -> None:
+    """Row 30 on the drafter's side."""
+    trainer = start(make_trainer(), make_drafter)
+    trainer.train_micro_step(make_states((3, 9)))
+    before, bad = trainer.state(), trainer.state()
+    tensors, optimizer = bad["tensors"], bad["optimizer"]
+    if fault == "renamed":
+        bad["tensors"] = {f"model.{n}": t for n, t in tensors.items()}
+    elif fault == "shape":
+        tensors["fc.weight"] = torch.zeros(64, 128)
+    elif fault == "missing":
+        del tensors["layers.0.mlp.up_proj.weight"]
+    elif fault == "nan":
+        tensors["fc.weight"][0, 0] = math.nan
+    elif fault == "moments":
+        bad["updates"] = 0
+    elif fault == "no moments":
+        bad["optimizer"] = {"exp_avg": {}, "exp_avg_sq": {}}
+    else:
+        optimizer["exp_avg"]["fc.weight"] = torch.zeros(3)
+    with pytest.raises(WeightError, match="nothing changed"):
+        trainer.load_state(bad)
+    after = trainer.state()
+    assert all(torch.equal(before["tensors"][n], after["tensors"][n]) for n in before["tensors"])
+    assert after["updates"] == 1
+
+
+def test_nothing_to_learn_is_no_update(make_trainer, make_drafter, make_states) -> None:
+    trainer = start(make_trainer(), make_drafter)
+    for states in ([], make_states((5, 0)), make_states((1, 1), (0, 1))):
+        step = trainer.train_micro_step(states)
+        assert not step.updated and step.loss == 0.0 and step.num_tokens == 0
+    assert trainer.updates == 0 and trainer.state()["optimizer"]["exp_avg"] == {}
+
+
+def test_non_finite_gradient_changes_nothing(make_trainer, make_drafter, make_states) -> None:
+    trainer = start(make_trainer(), make_drafter)
+    (state,) = make_states((3, 9))
+    state.hidden[5] = math.inf
+    before = trainer.state()
+    assert not trainer.train_micro_step([state]).updated
+    assert all(torch.equal(before["tensors"][n], t) for n, t in trainer.state()["tensors"].items())
+
+
+def test_hidden_states_of_another_target_are_refused(make_trainer, make_drafter, make_states) -> None:
+    with pytest.raises(BatchError, match="size 16 reached a drafter of size 32"):
+        start(make_trainer(), make_drafter).train_micro_step(make_states((3, 9), hidden=16))
+
+
+def test_policy_gradient_is_zero_through_a_live_model(make_trainer, make_drafter, make_states) -> None:
+    """Row 29, the whole kind: hidden states that still hang on the policy's graph, a head that is a live parameter."""
+    trainer, (state,) = start(make_trainer(), make_drafter), make_states((3, 9))
+    policy = torch.nn.Linear(32, 32)
+    head = TargetHead(torch.nn.Parameter(trainer.head.embed), torch.nn.Parameter(trainer.head.head), 0)
+    trainer.load_head(head)
+    live = HiddenStates(state.input_ids, policy(state.hidden), state.loss_mask, 0)
+    assert trainer.train_micro_step([live]).updated
+    assert policy.weight.grad is None and policy.bias.grad is None
+    assert head.embed.grad is None and head.head.grad is None
+
+
+def test_a_sequence_longer_than_a_pack_is_trained_whole(make_trainer, make_drafter, make_states) -> None:
+    trainer = start(make_trainer(pack_tokens=64), make_drafter)
+    assert trainer.train_micro_step(make_states((3, 97))).num_tokens == 99
+
+
+def test_no_head_no_training(make_spec, make_states, make_trainer, make_drafter) -> None:
+    trainer = DrafterTrainer(make_spec(), make_trainer().config, 1.0, torch.device("cpu"))
+    start(trainer, make_drafter)
+    with pytest.raises(WeightError, match="load_target_head"):
+        trainer.train_micro_step(make_states((3, 9)))

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from services.config.schema import ClusterConfig, ModelConfig, PolicyConfig
+from services.core.errors import DataError, WeightError
+from services.core.types import TrainBatch
+from services.models.files import read_config
+from services.models.layers import model_spec
+from services.models.target import TargetModel, target_names
+from services.policy.service import build_policy_service
+
+
+def service(folder, **policy):
+    return build_policy_service(
+        ClusterConfig(model=ModelConfig(path=str(folder)), policy=PolicyConfig(threads=1, **policy))
+    )
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("qwen3", False), ("qwen2", False), ("llama", True)])
+def test_publish_brings_exactly_what_engines_load(model_folder, kind, tied) -> None:
+    folder = model_folder(kind, tied)
+    version, tensors = service(folder).publish()
+    spec = model_spec(read_config(folder))
+    assert version == 0 and tensors.keys() == target_names(spec).keys()
+    assert ("lm_head.weight" in tensors) is not tied
+    TargetModel(spec, 16, torch.device("cpu"), torch.float32).load(tensors)
+
+
+def test_published_tensors_are_copies_of_one_version(model_folder, make_rollout) -> None:
+    built = service(model_folder(), learning_rate=0.01)
+    _, before = built.publish()
+    kept = {name: t.clone() for name, t in before.items()}
+    batch = TrainBatch(0, (make_rollout(0), make_rollout(1)), (1.0, -1.0))
+    report, chunk, hidden = built.train_step(batch)
+    version, after = built.publish()
+    assert report.policy_version == version == built.version == 1
+    assert chunk.policy_version == hidden[0].policy_version == 0
+    assert all(torch.equal(before[n], kept[n]) for n in kept), "training wrote into published tensors"
+    assert any(not torch.equal(after[n], kept[n]) for n in kept)
+    assert all(t.device.type == "cpu" and not t.requires_grad for t in after.values())
+
+
+def test_a_diverged_policy_is_not_published(model_folder) -> None:
+    built = service(model_folder())
+    with torch.no_grad():
+        built._trainer.model.model.norm.weight[0] = float("nan")
+    with pytest.raises(WeightError, match="NaN"):
+        built.publish()
+
+
+def test_bfloat16_keeps_float32_weights_and_publishes_bfloat16(model_folder, make_rollout) -> None:
+    config = ClusterConfig(
+        model=ModelConfig(path=str(model_folder()), dtype="bfloat16", device="cpu"), policy=PolicyConfig(threads=1)
+    )
+    built = build_policy_service(config)
+    report, _, hidden = built.train_step(TrainBatch(0, (make_rollout(0), make_rollout(1)), (1.0, -1.0)))
+    assert report.policy_version == 1 and hidden[0].hidden.dtype == torch.float32
+    assert all(p.dtype == torch.float32 for p in built._trainer.model.parameters())
+    assert all(t.dtype == torch.bfloat16 for t in built.publish()[1].values())
+
+
+def test_reference_model_only_when_asked_for(model_folder) -> None:
+    folder = model_folder()
+    assert service(folder)._trainer._reference is None
+    assert service(folder, kl_coef=0.1)._trainer._reference is not None
+
+
+def test_missing_model_folder_is_named(tmp_path) -> None:
+    with pytest.raises(DataError, match="no model at"):
+        service(tmp_path / "nowhere")

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from services.config.schema import PolicyConfig
+from services.core.types import FinishReason, SamplingParams, TrainBatch
+from services.policy.batch import admit
+from services.policy.trainer import PolicyTrainer
+
+LENGTHS = [(3, 9), (5, 2), (1, 1), (4, 30), (2, 7), (6, 12), (3, 3), (2, 20)]
+ADVANTAGES = (1.0, -1.0, 0.5, -0.25, 2.0, -1.5, 0.3, 0.1)
+
+
+def trainer(model, **config) -> PolicyTrainer:
+    ticks = itertools.count()
+    return PolicyTrainer(model, PolicyConfig(**config), lambda: float(next(ticks)))
+
+
+def batch(rollouts, advantages=ADVANTAGES) -> TrainBatch:
+    return TrainBatch(3, tuple(rollouts), tuple(advantages))
+
+
+def weights(model) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+
+@pytest.fixture
+def rollouts(make_rollout):
+    return [make_rollout(i, p, r, group=f"g{i // 2}") for i, (p, r) in enumerate(LENGTHS)]
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_gradient_does_not_depend_on_the_split(make_model, rollouts, aggregation) -> None:
+    """Micro-batches of any size: same loss, gradient norm and KL, to 1e-6 relative, gradients compared before AdamW."""
+    found = []
+    for budget in (64, 70, 96, 128, 4096):
+        t = trainer(make_model(dtype=torch.float64), micro_batch_tokens=budget, aggregation=aggregation, kl_coef=0.1)
+        with torch.no_grad():
+            for p in t.model.parameters():
+                p.mul_(1.01)  # away from the reference, so that KL counts
+        grads = {}
+        t._optimizer.step = lambda t=t, grads=grads: grads.update(  # type: ignore[method-assign]
+            g=torch.cat([p.grad.flatten().clone() for p in t._parameters])
+        )
+        step = t.train_step(batch(rollouts))
+        found.append((step.report, grads["g"]))
+    reference, gradient = found[-1]
+    assert reference.grad_norm > 1e-3 and reference.kl > 0
+    for report, other in found[:-1]:
+        assert (other - gradient).norm() <= 1e-6 * gradient.norm()
+        assert report.loss == pytest.approx(reference.loss, rel=1e-6)
+        assert report.grad_norm == pytest.approx(reference.grad_norm, rel=1e-6)
+        assert report.kl == pytest.approx(reference.kl, rel=1e-6)
+
+
+def test_split_in_float32_too(make_model, rollouts) -> None:
+    after = []
+    for budget in (64, 4096):
+        t = trainer(make_model(), micro_batch_tokens=budget)
+        after.append(t.train_step(batch(rollouts)).report.grad_norm)
+    assert after[0] == pytest.approx(after[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.5])
+def test_zero_variance_skip_leaves_everything_alone(make_model, rollouts, kl_coef) -> None:
+    """Row 42: no gradient, no KL pull, no AdamW momentum, no new version; yet the drafter gets its hidden states."""
+    t = trainer(make_model(), kl_coef=kl_coef)
+    first = t.train_step(batch(rollouts))  # fills AdamW's momentum
+    assert first.report.policy_version == 1
+    before = weights(t.model)
+    step = t.train_step(batch(rollouts, [0.0] * 8))
+    assert torch.equal(weights(t.model), before)
+    assert step.report.policy_version == t.version == 1
+    assert step.report.loss == 0.0 and step.report.num_tokens == 0 and step.report.zero_variance_fraction == 1.0
+    assert any("no rollout carries a learning signal" in w for w in step.report.warnings)
+    assert len(step.hidden) == 8 and step.chunk.num_sequences == 8
+
+
+def test_zero_variance_keep_feels_kl_and_fills_the_denominator(make_model, rollouts) -> None:
+    t = trainer(make_model(), kl_coef=0.5, zero_variance="keep")
+    with torch.no_grad():
+        t.model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+    step = t.train_step(batch(rollouts, [0.0] * 8))
+    assert step.report.kl > 0 and step.report.grad_norm > 0 and step.report.policy_version == 1
+    assert step.report.num_tokens == sum(r for _, r in LENGTHS) and step.report.zero_variance_fraction == 1.0
+    half = [*ADVANTAGES[:4], 0.0, 0.0, 0.0, 0.0]
+    kept = trainer(make_model(), zero_variance="keep").train_step(batch(rollouts, half)).report
+    skipped = trainer(make_model(), zero_variance="skip").train_step(batch(rollouts, half)).report
+    tokens = sum(r for _, r in LENGTHS)
+    share = sum(r for _, r in LENGTHS[:4]) / tokens
+    assert kept.loss == pytest.approx(skipped.loss * share, rel=1e-4)
+    assert kept.zero_variance_fraction == skipped.zero_variance_fraction == 0.5
+
+
+@pytest.mark.parametrize("spoil", ["abort", "nan"])
+def test_nothing_left_to_train_on(make_model, make_rollout, spoil) -> None:
+    """Row 45: every rollout unusable: loss 0, no NaN, a warning, the policy untouched."""
+    change = {"finish_reason": FinishReason.ABORT} if spoil == "abort" else {"rollout_logprobs": (math.nan,) * 6}
+    t = trainer(make_model())
+    before = weights(t.model)
+    step = t.train_step(batch([make_rollout(i, **change) for i in range(2)], [1.0, -1.0]))
+    report = step.report
+    assert (report.loss, report.grad_norm, report.num_tokens, report.policy_version) == (0.0, 0.0, 0, 0)
+    assert all(math.isfinite(x) for x in (report.kl, report.entropy, report.logprob_gap, report.clip_fraction))
+    assert any(w.startswith("dropped 2 of 2") for w in report.warnings)
+    assert torch.equal(weights(t.model), before) and step.hidden == []
+
+
+def test_every_rollout_truncated_is_no_reason_to_divide_by_zero(make_model, make_rollout) -> None:
+    cut = [make_rollout(i, finish_reason=FinishReason.LENGTH) for i in range(2)]
+    report = trainer(make_model()).train_step(batch(cut, [1.0, -1.0])).report
+    assert math.isfinite(report.loss) and report.num_tokens == 12 and report.policy_version == 1
+
+
+def test_tokens_outside_the_trainers_filter_are_masked(make_model, make_rollout) -> None:
+    """A token the trainer's own top-k leaves out has logprob -inf: finite loss, counted, not in logprob_gap."""
+    rollouts = [make_rollout(i, sampling=SamplingParams(top_k=1)) for i in range(4)]
+    t = trainer(make_model(), kl_coef=0.1)
+    report = t.train_step(batch(rollouts, [1.0, -1.0, 1.0, -1.0])).report
+    assert math.isfinite(report.loss) and math.isfinite(report.grad_norm) and math.isfinite(report.logprob_gap)
+    assert any("outside the trainer's top-k" in w for w in report.warnings)
+    assert torch.isfinite(weights(t.model)).all()
+
+
+def test_rollout_logprobs_stay_frozen_over_inner_epochs(make_model, sample_rollout) -> None:
+    """Row 48: the first epoch's ratio is 1; with old = new.detach() the second's would be too and nothing clips."""
+    model = make_model()
+    rollouts = [sample_rollout(model, i, 4, 12, "g", SamplingParams()) for i in range(4)]
+    t = trainer(model, inner_epochs=3, learning_rate=0.02, clip_low=0.01, clip_high=0.01)
+    ratios = []
+    step = t._learn
+
+    def spy(pack, ref, tally):
+        clipped = tally.clipped
+        scores = step(pack, ref, tally)
+        ratios.append(((scores.logprobs.detach() - pack.rollout_logprobs).exp(), tally.clipped - clipped))
+        return scores
+
+    t._learn = spy  # type: ignore[method-assign]
+    t.train_step(batch(rollouts, [1.0, -1.0, 0.5, -0.5]))
+    torch.testing.assert_close(ratios[0][0], torch.ones(48), atol=1e-4, rtol=0)
+    assert ratios[0][1] == 0
+    assert (ratios[1][0] - 1).abs().max() > 0.01 and ratios[1][1] > 0
+
+
+def test_hidden_states_come_from_the_same_forward_before_the_update(make_model, make_rollout) -> None:
+    model = make_model()
+    rollouts = [make_rollout(i, p, r, group=f"g{i // 2}") for i, (p, r) in enumerate(LENGTHS)]
+    advantages = (*ADVANTAGES[:6], 0.0, 0.0)  # the last group is skipped by the loss
+    expected = []
+    with torch.no_grad():
+        for r in rollouts:
+            ids = torch.tensor([(*r.prompt_ids, *r.response_ids)])
+            expected.append(model.model(input_ids=ids, use_cache=False).last_hidden_state[0])
+    t = trainer(model, inner_epochs=2, micro_batch_tokens=64)
+    seen = []
+    handle = model.model.register_forward_hook(lambda m, i, o: seen.append(o.last_hidden_state.shape[:2].numel()))
+    step = t.train_step(batch(rollouts, advantages))
+    handle.remove()
+    for h, e, r in zip(step.hidden, expected, rollouts, strict=True):
+        torch.testing.assert_close(h.hidden, e, atol=1e-4, rtol=1e-4)
+        assert h.input_ids.tolist() == [*r.prompt_ids, *r.response_ids]
+        assert h.loss_mask.tolist() == [False] * len(r.prompt_ids) + [True] * len(r.response_ids)
+        assert h.policy_version == 0 and not h.hidden.requires_grad
+        assert h.hidden.untyped_storage().nbytes() == h.hidden.numel() * 4, "a clone, not a view of the pack"
+    tokens = sum(p + r for p, r in LENGTHS)
+    assert step.chunk.num_tokens == tokens and step.chunk.num_sequences == 8 and step.chunk.policy_version == 0
+    assert step.chunk.num_bytes == sum(h.num_bytes for h in step.hidden) and step.chunk.step == 3
+    # no extra forward: trained packs run twice (two inner epochs), the skipped group's once
+    trained, skipped = t._packs(admit(batch(rollouts, advantages), 24, "skip"))
+    assert len(seen) == 2 * len(trained) + len(skipped)
+
+
+def test_logprob_gap_alarm(make_model, sample_rollout) -> None:
+    model = make_model()
+    rollouts = [sample_rollout(model, i, 4, 10, "g", SamplingParams(temperature=0.7, top_p=0.9)) for i in range(4)]
+    good = trainer(make_model()).train_step(batch(rollouts, [1.0, -1.0, 0.5, -0.5])).report
+    assert good.logprob_gap < 1e-4 and not any("logprob_gap" in w for w in good.warnings)
+    stale = trainer(make_model(seed=1)).train_step(batch(rollouts, [1.0, -1.0, 0.5, -0.5])).report
+    assert stale.logprob_gap > 0.05 and any("logprob_gap" in w for w in stale.warnings)
+
+
+def test_credit_moves_the_policy_the_right_way(make_model, sample_rollout) -> None:
+    model = make_model()
+    rollouts = [sample_rollout(model, i, 4, 8, "g", SamplingParams()) for i in range(4)]
+    t = trainer(model, learning_rate=2e-3)
+    for expected in range(1, 9):
+        step = t.train_step(batch(rollouts, [1.0, 1.0, -1.0, -1.0]))
+        assert step.report.policy_version == expected
+    now = []
+    with torch.no_grad():
+        for r in rollouts:
+            ids = torch.tensor([(*r.prompt_ids, *r.response_ids)])
+            dist = model(input_ids=ids, use_cache=False).logits[0, 3:-1].log_softmax(-1)
+            now.append(dist.gather(-1, ids[0, 4:, None]).mean() - sum(r.rollout_logprobs) / 8)
+    assert min(now[:2]) > 0 > max(now[2:])
+
+
+def test_non_finite_gradient_changes_nothing(make_model, rollouts) -> None:
+    t = trainer(make_model())
+    before = weights(t.model)
+    t.model.model.norm.weight.register_hook(lambda g: g * math.nan)
+    step = t.train_step(batch(rollouts))
+    assert torch.equal(weights(t.model), before) and step.report.policy_version == 0
+    assert any("gradient was not finite" in w for w in step.report.warnings)

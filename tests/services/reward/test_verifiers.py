@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+from reasoning_gym.factory import create_dataset
+
+from services.core.errors import ConfigError
+from services.core.types import FinishReason, Reward
+from services.reward.verifiers import make_verifier
+
+RIGHT, WRONG = Reward(1.0, True), Reward(0.0, False)
+
+
+@pytest.fixture(scope="module")
+def verifiers():
+    return {name: make_verifier(name, "#", {}) for name in ("task", "math", "exact")}
+
+
+@pytest.mark.parametrize("name", ["task", "math", "exact"])
+@pytest.mark.parametrize(
+    ("text", "finish", "reward"),
+    [
+        ("2-18=-16; #-16", FinishReason.STOP, RIGHT),
+        ("#-16 ", FinishReason.STOP, RIGHT),
+        ("#3 no #-16", FinishReason.STOP, RIGHT),
+        ("#-16 no #3", FinishReason.STOP, WRONG),
+        ("#4", FinishReason.STOP, WRONG),
+        ("-16", FinishReason.STOP, WRONG),
+        ("", FinishReason.STOP, WRONG),
+        ("2-18=-16; ", FinishReason.LENGTH, WRONG),
+        ("2-18=-16", FinishReason.ABORT, WRONG),
+    ],
+)
+def test_every_verifier_on_plain_answers(verifiers, pair, name, text, finish, reward):
+    assert verifiers[name](*pair("-16", text, finish)) == reward
+
+
+@pytest.mark.parametrize("name", ["task", "math", "exact"])
+@pytest.mark.parametrize("last_id", [2, 3, 9])
+def test_truncation_is_told_by_finish_reason(pair, name, last_id):
+    """Row 52: a model may stop on another id than eos, or on a string; a cut-off one may end in an eos-like id."""
+    verify = make_verifier(name, "", {})
+    assert verify(*pair("7", "7", FinishReason.STOP, last_id=last_id)) == RIGHT
+    assert verify(*pair("7", "7", FinishReason.LENGTH, last_id=last_id)) == WRONG
+
+
+def test_task_uses_the_tasks_own_scorer(verifiers, pair):
+    task = verifiers["task"]
+    assert task(*pair("1000", "#+01,000.00")) == RIGHT
+    partial = task(*pair("1000", "#1000 apples"))
+    assert 0 < partial.value < 1 and not partial.correct
+    assert verifiers["exact"](*pair("1000", "#1,000")) == WRONG
+
+
+@pytest.mark.parametrize("name", ["word_ladder", "countdown", "leg_counting"])
+def test_task_gets_question_and_metadata(verifiers, pair, name):
+    entry = create_dataset(name, seed=1, size=1)[0]
+    meta = {"question": entry["question"], **entry["metadata"]}
+    assert verifiers["task"](*pair(entry["answer"], f"#{entry['answer']}", task=name, meta=meta)) == RIGHT
+
+
+def test_task_parameters_reach_the_scorer(pair):
+    """decimal_arithmetic scores by its configured number of places."""
+    loose = make_verifier(
+        "task", "#", {"decimal_arithmetic": {"min_num_decimal_places": 1, "max_num_decimal_places": 1}}
+    )
+    tight = make_verifier(
+        "task", "#", {"decimal_arithmetic": {"min_num_decimal_places": 6, "max_num_decimal_places": 6}}
+    )
+    close = pair("1.2000", "#1.2400", task="decimal_arithmetic")
+    assert loose(*close).correct
+    assert not tight(*close).correct
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "correct"),
+    [
+        (r"\frac{1}{2}", r"so \boxed{0.5}", True),
+        ("1/2", r"\boxed{\frac{2}{4}}", True),
+        (r"\frac{1}{2}", r"\boxed{\frac{1}{3}}", False),
+        ("12", r"\boxed{3} wrong, \boxed{12}", True),
+        ("12", r"\boxed{12} wrong, \boxed{3}", False),
+        ("12", r"#3 \boxed{12}", True),
+        ("12", r"\boxed{12", False),
+        ("12", r"<think>\boxed{12}", False),
+        ("12", r"\boxed{}", False),
+        (r"\frac12", r"#\frac{1}{2}", True),
+        ("3", r"#\frac{1}{2} + 3", False),
+        ("(1, 2)", "#(1, 2)", True),
+        ("1,000", "#1000", True),
+        (r"\{1, 2\}", r"\boxed{\{2, 1\}}", True),
+    ],
+)
+def test_math_reads_the_last_box(verifiers, pair, answer, text, correct):
+    assert verifiers["math"](*pair(answer, text)).correct is correct
+
+
+def test_math_searches_the_whole_response_without_a_marker(pair):
+    verify = make_verifier("math", "", {})
+    assert verify(*pair("5", "so the answer is 5.")) == RIGHT
+    assert verify(*pair("5", "so the answer is 6.")) == WRONG
+    assert verify(*pair("5", "so the answer is 5", FinishReason.LENGTH)) == WRONG
+
+
+def test_math_works_outside_the_main_thread(verifiers, pair):
+    """Row 54: math-verify's own time-outs raise there, and a swallowed error made every reward 0."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(verifiers["math"](*pair("12", r"\boxed{12}"))))
+    thread.start()
+    thread.join(timeout=30)
+    assert found == [RIGHT]
+
+
+def test_an_unreadable_reference_is_an_error_not_a_wrong_answer(verifiers, pair):
+    with pytest.raises(ValueError, match="cannot read the reference answer"):
+        verifiers["math"](*pair(r"\frac{", "#12"))
+
+
+def test_unknown_verifier():
+    with pytest.raises(ConfigError, match="task, math or exact"):
+        make_verifier("gut feeling", "#", {})
