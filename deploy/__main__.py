@@ -6,13 +6,12 @@ torch, Ray and transformers are imported inside the commands that need them, so 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from deploy.cli_shared import config_of, errors_told, terminate_like_interrupt
+from deploy.cli_shared import config_of, errors_told, interrupt_on_sigterm
 
 app = typer.Typer(
     name="longtail",
@@ -49,8 +48,23 @@ def train(
         resolved = config_of(config, settings or [], extra)
         from deploy.cli_train import train as run
 
-        with terminate_like_interrupt():
-            run(resolved, quiet=quiet)
+        interrupt_on_sigterm()
+        run(resolved, quiet=quiet)
+
+
+@app.command()
+def warmup(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file or preset.")] = "pocket-warmup",
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for target/ and drafter/; default: the shipped one.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there.")] = False,
+) -> None:
+    """Make the pocket model and its first drafter from nothing; minutes on a CPU."""
+    with errors_told():
+        resolved = config_of(config, settings or [])
+        from deploy.cli_warmup import make_model
+
+        make_model(resolved, out, overwrite)
 
 
 @app.command()
@@ -76,6 +90,23 @@ def data_check(
         check(file, config_of(config, settings or []), mode)
 
 
+@bench_app.command("rollout")
+def bench_rollout(
+    config: Annotated[str, typer.Option(help="Whose model and engine to measure.")] = "pocket-demo",
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured repeats of each cell, after one for warm-up.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+) -> None:
+    """Tokens per second of transformers' generate, of the engine without speculation, and with each strategy."""
+    with errors_told():
+        resolved = config_of(config, settings or [])
+        from deploy.bench_rollout import run_bench
+
+        result = run_bench(resolved, repeats)
+        if as_json:
+            print(json.dumps(result))
+
+
 @config_app.command("show")
 def config_show(config: Config, settings: Settings = None) -> None:
     """Print the resolved configuration, every default written out."""
@@ -88,9 +119,13 @@ def config_show(config: Config, settings: Settings = None) -> None:
 @app.command()
 def version() -> None:
     """Print the version."""
+    from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
 
-    print(f"longtail {installed('longtail-rl')}")
+    try:
+        print(f"longtail {installed('longtail-rl')}")
+    except PackageNotFoundError:
+        print("longtail, run from its source folder and not installed")
 
 
 def main() -> None:
@@ -98,4 +133,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

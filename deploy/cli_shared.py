@@ -23,6 +23,9 @@ def errors_told() -> Iterator[None]:
     """A typed error becomes one message on stderr and its exit code; anything else is a bug and keeps its traceback."""
     try:
         yield
+    except StopRequested as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        raise typer.Exit(error.exit_code) from error
     except LongtailError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from error
@@ -31,18 +34,16 @@ def errors_told() -> Iterator[None]:
         raise typer.Exit(StopRequested.exit_code) from error
 
 
-@contextmanager
-def terminate_like_interrupt() -> Iterator[None]:
-    """SIGTERM (a container being stopped) ends a run as Ctrl-C does: processes gone, run folder valid."""
+def interrupt_on_sigterm() -> None:
+    """SIGTERM (a container being stopped) ends a run as Ctrl-C does: processes gone, run folder valid.
+
+    Call it again after `ray.init`, which puts a handler of its own in place that aborts.
+    """
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 def config_of(config: str, settings: Sequence[str], extra: Sequence[str] = ()) -> ClusterConfig:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import sys
+import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from deploy.cli_shared import interrupt_on_sigterm
+from deploy.inputs import load_inputs, needs_drafter
+from deploy.progress import ProgressDisplay
 from services.config.schema import ClusterConfig
 from services.core.errors import DataError
+from services.drafter.export import write_drafter_folder
+from services.models.files import drafter_dir, model_dir, read_config
+from services.report.run_folder import RunFolder
 
 # What a person wants to know first, in this order; the rest is in summary.json.
 _SHOWN = {
@@ -22,9 +29,10 @@ _SHOWN = {
     "heldout_reward_after": "held-out reward after",
     "acceptance_length_first": "acceptance length, first step",
     "acceptance_length_last": "acceptance length, last step",
-    "acceptance_length_frozen_last": "the same with the first drafter",
-    "idle_seconds": "idle slot seconds",
-    "drafting_seconds": "of these spent drafting",
+    "acceptance_length_live_last_offline": "on the last rollouts, live drafter",
+    "acceptance_length_frozen_last": "on the last rollouts, first drafter",
+    "idle_seconds": "slot seconds idle",
+    "drafting_seconds": "slot seconds drafting",
     "rollout_seconds_off": "rollout seconds, speculation off",
     "rollout_seconds_on": "rollout seconds, speculation on",
     "greedy_mismatches": "greedy mismatches",
@@ -34,48 +42,66 @@ _SHOWN = {
 
 def check_inputs(config: ClusterConfig) -> None:
     """Everything a run reads must be there and usable before anything starts. Raises DataError."""
-    from services.data.source import load_prompts
-    from services.models.files import drafter_dir, model_dir
-    from services.models.tokenizer import load_tokenizer
-
-    model_dir(config.model.path)
-    if any(s.drafter == "eagle" for s in config.speculation.strategies):
+    inputs = load_inputs(config)
+    if needs_drafter(config):
         folder = drafter_dir(config.model.path)
         if not (folder / "config.json").is_file():
             raise DataError(
-                f"no drafter at {folder}: run `longtail warmup CONFIG` to make one, or choose a strategy that needs "
-                "none (speculation.selector.strategy.drafter: suffix or off)"
+                f"no drafter at {folder}: make one with `longtail warmup`, or choose a strategy that needs none "
+                "(speculation.selector.strategy.drafter: suffix or off)"
             )
-    sets = load_prompts(config, load_tokenizer(config.model.path))
-    if config.run.eval_prompts > len(sets.heldout):
+    if config.run.eval_prompts > len(inputs.heldout):
         raise DataError(
-            f"run.eval_prompts is {config.run.eval_prompts}, but only {len(sets.heldout)} prompts are held out: lower "
-            "it, or raise data.heldout_fraction or the size of the prompt set"
+            f"run.eval_prompts is {config.run.eval_prompts}, but only {len(inputs.heldout)} prompts are held out: "
+            "lower it, or raise data.heldout_fraction or the size of the prompt set"
         )
-    if sets.skipped:
-        print(f"left out {len(sets.skipped)} bad rows (see `longtail data check`)", file=sys.stderr)
 
 
-def train(config: ClusterConfig, *, quiet: bool = False) -> Mapping[str, Any]:
-    """One run, start to report. Returns the summary."""
+def train(config: ClusterConfig, *, quiet: bool = False) -> None:
+    """One run, start to report. Raises LongtailError when it does not finish; its folder is valid even then."""
     check_inputs(config)
-    from services.report.run_folder import RunFolder
-
     folder = RunFolder(config)  # writes the resolved configuration
     console = Console()
-    console.print(f"run folder: {folder.path}", soft_wrap=True, highlight=False)
+    _say(console, f"run folder: {folder.path}")
+    display = nullcontext() if quiet else ProgressDisplay(folder.latest_progress, console)
     try:
-        summary = _run(config, folder, console, quiet)
-    except KeyboardInterrupt:
-        _tell_report(console, folder.path)
-        raise
-    console.print(_table(summary))
-    _tell_report(console, folder.path)
-    return summary
+        with display:
+            _run(config, folder)
+    finally:
+        _tell(console, folder.path)
 
 
-def _run(config: ClusterConfig, folder: Any, console: Console, quiet: bool) -> Mapping[str, Any]:
-    raise NotImplementedError
+def _run(config: ClusterConfig, folder: RunFolder) -> None:
+    def export(_version: int, tensors: Mapping[str, Any]) -> None:
+        target = read_config(model_dir(config.model.path))
+        write_drafter_folder(tensors, target, folder.drafter_dir, _micro_steps(folder.path))
+
+    if config.placement.mode == "local":
+        from deploy.local import run_local
+
+        run_local(config, folder, on_drafter=export)
+    else:
+        from deploy.cluster import run_on_ray
+
+        run_on_ray(config, folder, on_drafter=export, on_start=lambda _handles: interrupt_on_sigterm())
+
+
+def _micro_steps(run_dir: Path) -> int:
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return sum(row["drafter_micro_steps"] for row in rows if row["kind"] == "step")
+
+
+def _tell(console: Console, run_dir: Path) -> None:
+    """The summary as a table and where the report is, as far as the run got."""
+    summary, report = run_dir / "summary.json", run_dir / "report.html"
+    if summary.is_file():
+        console.print(_table(json.loads(summary.read_text(encoding="utf-8"))))
+    if report.is_file():
+        _say(console, f"report: {report}")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, soft_wrap=True, highlight=False, markup=False)  # a path stays whole, to be copied
 
 
 def _table(summary: Mapping[str, Any]) -> Table:
@@ -85,9 +111,3 @@ def _table(summary: Mapping[str, Any]) -> Table:
         if value is not None:
             table.add_row(label, f"{value:.3f}" if isinstance(value, float) else str(value))
     return table
-
-
-def _tell_report(console: Console, run_dir: Path) -> None:
-    report = run_dir / "report.html"
-    if report.is_file():
-        console.print(f"report: {report}", soft_wrap=True, highlight=False)

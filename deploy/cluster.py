@@ -102,12 +102,12 @@ def actors(config: ClusterConfig, inputs: Inputs) -> Iterator[Handles]:
     try:
         for plan in plan_actors(config):
             handles[plan.name] = _start(plan, config, group)
-        _await_all(handles, config.coordinator.start_timeout_s)
         coordinator = ray.remote(CoordinatorActor).options(
             num_cpus=0, max_restarts=0, max_concurrency=4, runtime_env={"env_vars": thread_env(1)}
         )
+        # Last, so that of several that cannot start the coordinator, which waits for the others, is named last.
         handles["coordinator"] = coordinator.remote(config, inputs, dict(handles))
-        _await_all({"coordinator": handles["coordinator"]}, config.coordinator.start_timeout_s)
+        _await_all(handles, config.coordinator.start_timeout_s)
         yield handles
     finally:
         _stop_actors(handles)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ray  # noqa: F401 - brings its own psutil along and puts it on the path
+
 import psutil  # isort: skip
 
 GRACE_S = 5.0
@@ -22,3 +23,9 @@ def end_processes(processes: list[psutil.Process]) -> None:
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(alive, timeout=GRACE_S)
+
+
+def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended; a zombie has."""
+    _, alive = psutil.wait_procs(processes, timeout=0)
+    return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

@@ -37,23 +37,29 @@ def hand_out(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_runnin
 
     Least loaded first keeps the loads within one group of each other, so no server is left without work while
     another holds more than its fair share; what fits nowhere stays queued, ready for whoever frees a place first.
-    Order is kept: the first piece that does not fit ends the round, so a full group cannot starve behind small ones.
+    A server that is still opening has its share kept for it. Order is kept: the first piece that does not fit ends
+    the round, so a full group cannot starve behind small ones.
     """
-    load = {v.slot: v.outstanding for v in slots if v.serves and v.state in ACCEPTS_WORK}
-    given: list[Assignment] = []
+    ready = {v.slot for v in slots if v.serves}
+    return [a for a in _place(pending, slots, max_running) if a.slot in ready]
+
+
+def slots_to_wake(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running: int) -> list[int]:
+    """IDLE slots whose server should come back because queued work is left over for it."""
+    left = len(pending) - len(_place(pending, slots, max_running))
+    return [v.slot for v in slots if v.state is SlotState.IDLE][:left]
+
+
+def _place(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running: int) -> list[Assignment]:
+    load = {v.slot: v.outstanding for v in slots if v.state in ACCEPTS_WORK}
+    placed: list[Assignment] = []
     for work in pending:
         slot = min(load, key=lambda s: (load[s], s), default=None)
         if slot is None or load[slot] + len(work.indices) > max_running:
             break
         load[slot] += len(work.indices)
-        given.append(Assignment(slot, work))
-    return given
-
-
-def slots_to_wake(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running: int) -> list[int]:
-    """IDLE slots whose server should come back because queued work is left over for it."""
-    left = len(pending) - len(hand_out(pending, slots, max_running))
-    return [v.slot for v in slots if v.state is SlotState.IDLE][:left]
+        placed.append(Assignment(slot, work))
+    return placed
 
 
 def slots_to_release(pending: Sequence[GroupWork], slots: Sequence[SlotView]) -> list[int]:

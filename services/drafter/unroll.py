@@ -69,11 +69,9 @@ class _ChainAttention:
         grouped = q.reshape(*q.shape[:2], heads, -1, q.shape[-1]) * q.shape[-1] ** -0.5  # [R,W,M,G,D]
         far = torch.einsum("rtmgd,rsmd->rmgts", grouped, self._context[:, :, 0])
         near = torch.einsum("rtmgd,rtmdj->rmgtj", grouped, drafted[:, :, 0])
-        # An entry without a chain sees its own key only: zeros shifted in, or a neighbour's drafts, never matter.
-        alone = ~self._rows.started(depth)[:, None, None, :, None]
-        own = torch.arange(depth, device=q.device) == depth - 1
+        # `near` needs no mask: only an entry without a chain meets shifted-in zeros or a neighbour's drafts there, and
+        # nothing reads what such an entry holds
         far = far.masked_fill(~self._rows.visible(depth)[:, None, None], -torch.inf)
-        near = near.masked_fill(alone & ~own, -torch.inf)
         weights = torch.cat([far, near], dim=-1).softmax(-1)
         width = far.shape[-1]
         mixed = torch.einsum("rmgts,rsmd->rtmgd", weights[..., :width], self._context[:, :, 1])

@@ -89,8 +89,7 @@ class LayerWeights:
     input_norm: Tensor | None  # None in the drafter: EAGLE feeds the fused input without a norm
     qkv: Tensor
     qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    qk_norm: Tensor | None  # [N+M,D]: one weight row per query and key head, so that one norm serves both
     out: Tensor
     out_bias: Tensor | None
     post_norm: Tensor
@@ -110,14 +109,17 @@ def layer_weights(tensors: Mapping[str, Tensor], prefix: str, spec: ModelSpec, i
         input_norm=get("input_layernorm.weight") if input_norm else None,
         qkv=torch.cat([get(f"{attn}{x}_proj.weight") for x in "qkv"]),
         qkv_bias=bias,
-        q_norm=get(attn + "q_norm.weight") if spec.qk_norm else None,
-        k_norm=get(attn + "k_norm.weight") if spec.qk_norm else None,
+        qk_norm=_per_head(get(attn + "q_norm.weight"), get(attn + "k_norm.weight"), spec) if spec.qk_norm else None,
         out=get(attn + "o_proj.weight"),
         out_bias=tensors.get(prefix + attn + "o_proj.bias"),
         post_norm=get("post_attention_layernorm.weight"),
         gate_up=torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")]),
         down=get("mlp.down_proj.weight"),
     )
+
+
+def _per_head(q_norm: Tensor, k_norm: Tensor, spec: ModelSpec) -> Tensor:
+    return torch.cat([q_norm.expand(spec.num_heads, -1), k_norm.expand(spec.num_kv_heads, -1)])
 
 
 class RopeTable:
@@ -140,13 +142,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
-def rms_norm(x: Tensor, size: tuple[int], weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, size: tuple[int], weight: Tensor | None, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension. torch's own is a chain of small kernels on the CPU, where a decode
     step of a small model is bound by their number: half of them do."""
     if x.is_cuda or x.dtype != torch.float32:
         return F.rms_norm(x, size, weight, eps)
     scale = torch.linalg.vecdot(x, x).div(size[0]).add(eps).rsqrt()
-    return x * scale[..., None] * weight
+    normed = x * scale[..., None]
+    return normed if weight is None else normed * weight
 
 
 def decoder_layer(
@@ -168,12 +171,9 @@ def project_qkv(
     """h [B,Q,H] -> q [B,Q,N,D] and kv [B,Q,2,M,D], normed (Qwen3) and rotated."""
     n, m, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
     heads = F.linear(h, w.qkv, w.qkv_bias).unflatten(-1, (n + 2 * m, d))
-    if w.q_norm is not None and w.k_norm is not None:
-        q = rms_norm(heads[..., :n, :], (d,), w.q_norm, spec.norm_eps)
-        k = rms_norm(heads[..., n : n + m, :], (d,), w.k_norm, spec.norm_eps)
-        qk = torch.cat([q, k], dim=-2)
-    else:
-        qk = heads[..., : n + m, :]
+    qk = heads[..., : n + m, :]
+    if w.qk_norm is not None:
+        qk = rms_norm(qk, (d,), None, spec.norm_eps) * w.qk_norm
     qk = rotate(qk, *rope)
     return qk[..., :n, :], torch.stack([qk[..., n:, :], heads[..., n + m :, :]], dim=-3)
 

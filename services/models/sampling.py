@@ -43,6 +43,8 @@ def check_sampling(p: SamplingParams) -> None:
     for name, value, low, high in bounds:
         if not low <= value <= high:  # NaN fails too
             raise RequestError(f"sampling.{name} = {value} is outside [{low}, {high}]")
+    if "" in p.stop_strings:
+        raise RequestError("sampling.stop_strings holds an empty string, which every response contains: remove it")
 
 
 def sampling_tensors(params: Sequence[SamplingParams], device: torch.device) -> SamplingTensors:
@@ -89,7 +91,9 @@ def _keep(logits: Tensor, s: SamplingTensors) -> Tensor:
     ordered = torch.where(rank < k[:, None], ordered, -torch.inf)
     probs = ordered.softmax(-1)
     before = probs.cumsum(-1) - probs
-    kept = (before < s.top_p[:, None]) & (ordered > -torch.inf)
+    # top_p 1 is off: rounding of the sum must not drop the tail, since a neighbour's filter would then change this row
+    within = (before < s.top_p[:, None]) | (s.top_p >= 1.0)[:, None]
+    kept = within & (ordered > -torch.inf)
     kept &= probs >= s.min_p[:, None] * probs[:, :1]
     kept[:, 0] = True
     return torch.zeros_like(kept).scatter_(-1, order, kept)

@@ -46,7 +46,7 @@ def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         if spec.qkv_bias:
             shapes[f"self_attn.{x}_proj.bias"] = (size,)
     shapes["self_attn.o_proj.weight"] = (h, spec.qkv_sizes[0])
-    if spec.qkv_bias and spec.model_type == "llama":  # Llama's attention_bias covers the output projection too
+    if spec.qkv_bias and spec.model_type != "qwen2":  # attention_bias of the others covers the output projection too
         shapes["self_attn.o_proj.bias"] = (h,)
     if spec.qk_norm:
         shapes |= {"self_attn.q_norm.weight": (spec.head_dim,), "self_attn.k_norm.weight": (spec.head_dim,)}

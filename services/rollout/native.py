@@ -64,7 +64,7 @@ class NativeEngine:
         self._waiting: deque[GroupWork] = deque()
         self._seeds = np.zeros(options.max_running, dtype=np.uint64)
         self._draws = np.zeros(options.max_running, dtype=np.uint64)
-        self._sampling: SamplingTensors | None = None  # rebuilt when the rows change
+        self._sampling: dict[int, SamplingTensors] = {}  # by repeats per row; rebuilt when the rows change
         self._policy_version: int | None = None
         self._drafter_version: int | None = None
         self._forced: DraftStrategy | None = None
@@ -85,6 +85,11 @@ class NativeEngine:
 
     def submit(self, work: GroupWork) -> None:
         """Queue a group; refuses what cannot be served before anything starts."""
+        self.check(work)
+        self._waiting.append(work)
+
+    def check(self, work: GroupWork) -> None:
+        """RequestError naming the limit when this engine can never serve `work`."""
         check_sampling(work.sampling)
         ids, vocab = work.prompt.token_ids, self._target.spec.vocab_size
         need = len(ids) + work.sampling.max_tokens
@@ -100,7 +105,6 @@ class NativeEngine:
                 f"{work.group_id}: {len(work.indices)} rollouts exceed rollout.engine.max_running "
                 f"{self._options.max_running}"
             )
-        self._waiting.append(work)
 
     def abort(self) -> tuple[str, ...]:
         """Drop everything waiting and running; returns the dropped rollout ids."""
@@ -108,7 +112,8 @@ class NativeEngine:
         dropped += [f"{w.group_id}#{i}" for w in self._waiting for i in w.indices]
         self._requests.clear()
         self._waiting.clear()
-        self._rows.count, self._sampling = 0, None
+        self._rows.count = 0
+        self._sampling.clear()
         return tuple(dropped)
 
     # -- weights and strategy
@@ -158,7 +163,7 @@ class NativeEngine:
         draft = self._propose(chosen)
         self.last_strategy = chosen if draft.shape.num_nodes > 1 else OFF
         emitted, finished = self._commit(draft, *self._verify(draft))
-        self._selector.record(self.last_strategy, running, emitted, self._clock() - started)
+        self._selector.record(chosen, running, emitted, self._clock() - started)
         return finished
 
     def _admit(self) -> None:
@@ -170,7 +175,7 @@ class NativeEngine:
                 versions = [[v] if v is not None else [] for v in (self._policy_version, self._drafter_version)]
                 self._requests.append(Request(work, index, seed, self._clock(), versions[0], versions[1]))
                 self._seeds[row], self._draws[row] = seed % 2**64, 0
-            self._sampling = None
+            self._sampling.clear()
             if self._options.suffix_index is not None:
                 self._options.suffix_index.observe(work.prompt.id, work.prompt.token_ids, 0)
 
@@ -181,10 +186,13 @@ class NativeEngine:
         self._draws[:n] += np.uint64(count)
         return torch.from_numpy(numbers).to(self._target.device)
 
-    def _row_sampling(self) -> SamplingTensors:
-        if self._sampling is None:
-            self._sampling = sampling_tensors([r.sampling for r in self._requests], self._target.device)
-        return self._sampling
+    def _row_sampling(self, times: int = 1) -> SamplingTensors:
+        """Sampling parameters of the rows, each `times` times."""
+        if not self._sampling:
+            self._sampling[1] = sampling_tensors([r.sampling for r in self._requests], self._target.device)
+        if times not in self._sampling:
+            self._sampling[times] = self._sampling[1].repeat(times)
+        return self._sampling[times]
 
     def _propose(self, strategy: DraftStrategy) -> Draft:
         if strategy.drafter == "suffix":
@@ -200,7 +208,9 @@ class NativeEngine:
     def _propose_suffix(self, strategy: DraftStrategy) -> Draft:
         index = self._options.suffix_index
         assert index is not None, "the service makes a suffix index when a strategy needs one"
-        found = [index.propose(r.work.prompt.id, r.ids[-16:], strategy.depth) for r in self._requests]
+        found = [
+            index.propose(r.work.prompt.id, r.last_ids(index.max_match), strategy.depth) for r in self._requests
+        ]
         longest = max(len(f) for f in found)
         padded = torch.tensor([[*f, *[0] * (longest - len(f))] for f in found], dtype=torch.long)
         lengths = torch.tensor([len(f) for f in found], device=self._target.device)
@@ -218,8 +228,8 @@ class NativeEngine:
         ids = torch.cat([last, draft.tokens], dim=1)
         hidden = self._target.forward(ids, base[:, None] + depths, rows.kv, write_at, mask)
         rows.hidden[rows.row_index(), write_at] = hidden
-        sampling = self._row_sampling().repeat(nodes)
-        logprobs = process_logits(self._target.logits(hidden).flatten(0, 1), sampling).log_softmax(-1)
+        logits = self._target.logits(hidden).flatten(0, 1)
+        logprobs = process_logits(logits, self._row_sampling(nodes)).log_softmax(-1)
         logprobs = logprobs.unflatten(0, (rows.count, nodes))
         numbers, threshold = self._uniforms(nodes), self._options.accept_threshold
         if draft.shape.is_chain:
@@ -247,6 +257,7 @@ class NativeEngine:
         new.scatter_(1, accepted[:, None], verified.next_token[:, None])
         parents = torch.cat([root, path], dim=1)  # the node whose distribution token j came from
         scores = logprobs[self._rows.row_index(), parents].gather(-1, new[..., None])[..., 0]
+        self._rows.write(new)
         counts, ids, values = (accepted + 1).tolist(), new.tolist(), scores.tolist()
         offered = draft.lengths.tolist()
         ended: list[tuple[int, FinishReason]] = []
@@ -267,10 +278,10 @@ class NativeEngine:
             request.acceptance.plain(OFF.name)
         request.response_ids.extend(tokens)
         request.logprobs.extend(values)
-        self._rows.append(row, tokens)
+        self._rows.advance(row, len(tokens))
         index = self._options.suffix_index
         if index is not None:
-            known = request.ids
+            known = request.last_ids(index.max_match + len(tokens))
             index.observe(request.work.prompt.id, known, len(known) - len(tokens))
 
     def _close(self, row: int, reason: FinishReason) -> Rollout:
@@ -281,6 +292,6 @@ class NativeEngine:
             self._requests[row] = self._requests[moved]
             self._seeds[row], self._draws[row] = self._seeds[moved], self._draws[moved]
         self._requests.pop()
-        self._sampling = None
+        self._sampling.clear()
         text = response_text(request.response_ids, request.sampling, self._decode)
         return request.finish(reason, text, self._clock(), self._options.server)

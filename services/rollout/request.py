@@ -30,9 +30,11 @@ class Request:
     def sampling(self) -> SamplingParams:
         return self.work.sampling
 
-    @property
-    def ids(self) -> list[int]:
-        return [*self.work.prompt.token_ids, *self.response_ids]
+    def last_ids(self, count: int) -> list[int]:
+        """The last `count` tokens of prompt + response."""
+        found = self.response_ids[-count:]
+        short = count - len(found)
+        return [*self.work.prompt.token_ids[-short:], *found] if short else found
 
     def running(self) -> RunningRequest:
         return RunningRequest(self.rollout_id, len(self.response_ids), self.acceptance.stats())

@@ -81,10 +81,13 @@ class Rows:
         self.count = last
         return last if row != last else None
 
-    def append(self, row: int, ids: list[int]) -> None:
-        start = int(self.lengths[row])
-        self.tokens[row, start : start + len(ids)] = torch.tensor(ids, device=self.target.device)
-        self.lengths[row] = start + len(ids)
+    def write(self, new: Tensor) -> None:
+        """Put new [count,k] behind the last known token of each row; `advance` then says how many of them count."""
+        at = self.base()[:, None] + 1 + torch.arange(new.shape[1], device=new.device)
+        self.tokens[self.row_index(), at] = new
+
+    def advance(self, row: int, count: int) -> None:
+        self.lengths[row] += count
 
 
 def tail_mask(base: Tensor, tail: Tensor, columns: int, dtype: torch.dtype) -> Tensor:

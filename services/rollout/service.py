@@ -41,7 +41,10 @@ class RolloutService:
         return self._engine.versions
 
     def submit(self, work: Sequence[GroupWork], epoch: int) -> None:
+        """Queue all groups or, when one cannot be served, none: a sender may then send the good ones again."""
         self._check(epoch)
+        for item in work:
+            self._engine.check(item)
         for item in work:
             self._engine.submit(item)
 

@@ -17,42 +17,44 @@ class SuffixIndex:
 
     def __init__(self, max_tokens: int, min_match: int = 2, max_match: int = 8) -> None:
         assert 1 <= min_match <= max_match
-        self._max_tokens, self._min, self._max = max_tokens, min_match, max_match
+        self._max_tokens, self._min, self.max_match = max_tokens, min_match, max_match
         self._maps: OrderedDict[str, dict[tuple[int, ...], Counter[int]]] = OrderedDict()
         self._sizes: Counter[str] = Counter()
+        self._num_tokens = 0
 
     @property
     def num_tokens(self) -> int:
-        return self._sizes.total()
+        return self._num_tokens
 
     def observe(self, key: str, tokens: Sequence[int], start: int) -> None:
         """Index tokens[start:] of a sequence under its prompt's key, with the context before each."""
         contexts = self._maps.setdefault(key, {})
         self._maps.move_to_end(key)
         for i in range(max(start, self._min), len(tokens)):
-            for n in range(self._min, min(self._max, i) + 1):
+            for n in range(self._min, min(self.max_match, i) + 1):
                 contexts.setdefault(tuple(tokens[i - n : i]), Counter())[tokens[i]] += 1
         self._sizes[key] += len(tokens) - start
-        while self.num_tokens > self._max_tokens and len(self._maps) > 1:
+        self._num_tokens += len(tokens) - start
+        while self._num_tokens > self._max_tokens:  # a single prompt over the bound starts anew
             oldest, _ = self._maps.popitem(last=False)
-            del self._sizes[oldest]
+            self._num_tokens -= self._sizes.pop(oldest)
 
     def propose(self, key: str, tokens: Sequence[int], depth: int) -> list[int]:
         """Up to `depth` tokens that may follow; empty when no context is known."""
         contexts = self._maps.get(key)
         if not contexts:
             return []
-        tail, proposed = list(tokens[-self._max :]), []
+        tail, proposed = list(tokens[-self.max_match :]), []
         while len(proposed) < depth:
             follower = self._follower(contexts, tail)
             if follower is None:
                 break
             proposed.append(follower)
-            tail = [*tail[1 - self._max :], follower] if self._max > 1 else [follower]
+            tail = [*tail[1 - self.max_match :], follower] if self.max_match > 1 else [follower]
         return proposed
 
     def _follower(self, contexts: dict[tuple[int, ...], Counter[int]], tail: list[int]) -> int | None:
-        for n in range(min(self._max, len(tail)), self._min - 1, -1):
+        for n in range(min(self.max_match, len(tail)), self._min - 1, -1):
             seen = contexts.get(tuple(tail[-n:]))
             if seen:
                 return max(seen, key=seen.__getitem__)

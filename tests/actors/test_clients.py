@@ -16,6 +16,7 @@ import torch
 from actors.clients import RayDrafterClient, RayPolicyClient, RayRolloutClient, RayWaiter
 from deploy.cluster import ray_session
 from services.config.schema import ClusterConfig
+from services.coordinator.work import make_work
 from services.core.errors import ControlMessageError, ServiceLostError, StaleEpochError, WaitTimeoutError
 from services.core.types import ServedVersions, TrainBatch
 from tests.services.coordinator.fakes import SAMPLING, make_prompts
@@ -56,7 +57,7 @@ def session() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def handle(session: None) -> Iterator[Any]:
     actor = ray.remote(Server).options(num_cpus=0, max_restarts=1, max_task_retries=0).remote()
     yield actor
@@ -70,7 +71,7 @@ def test_answers_errors_and_time_outs_arrive_as_themselves(handle: Any) -> None:
         client.open_epoch(-1).result(30)
     assert type(caught.value) is StaleEpochError
     slow = client.submit([], 2)
-    with pytest.raises(WaitTimeoutError, match="rollout-0.submit did not answer within 0 s"):
+    with pytest.raises(WaitTimeoutError, match=r"rollout-0\.submit did not answer within 0 s"):
         slow.result(0.1)
     assert RayWaiter().wait([slow], 0.1) == []
     assert RayWaiter().wait([slow], 30) == [slow]
@@ -85,11 +86,10 @@ def test_smuggled_tensors_are_refused_both_ways(handle: Any) -> None:
         with pytest.raises(ControlMessageError, match="by reference"):
             client.submit([smuggler], 1)  # type: ignore[list-item]
     with pytest.raises(ControlMessageError, match="train_step"):
-        RayPolicyClient("policy", handle).train_step(TrainBatch(1, (), ()).__class__(torch.tensor(1), (), ()))  # type: ignore[arg-type]
-    with pytest.raises(ControlMessageError, match="answer of rollout-0.open_epoch"):
+        RayPolicyClient("policy", handle).train_step(TrainBatch(torch.tensor(1), (), ()))  # type: ignore[arg-type]
+    with pytest.raises(ControlMessageError, match=r"answer of rollout-0\.open_epoch"):
         client.open_epoch(99).result(30)
-    assert SAMPLING  # records with plain values pass
-    client.submit([], 0).result(30)
+    client.submit(make_work([prompt], "plain", 2, SAMPLING, 0), 0).result(30)
 
 
 def test_tensors_travel_by_reference_and_outlive_their_maker(handle: Any) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.config.load import load_config
+from tests.deploy.tiny_run import make_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,6 +56,12 @@ def refused(*args: str, cwd: Path) -> str:
     return done.err
 
 
+@pytest.fixture
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An override that names a model folder of random weights."""
+    return f"model.path={make_model_folder(tmp_path_factory.mktemp('model'))}"
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -75,29 +82,29 @@ def test_an_unknown_preset_lists_those_that_ship(tmp_path: Path) -> None:
     assert "pocket-demo, pocket-learn, pocket-tiny" in told
 
 
-def test_a_bad_prompt_set_starts_nothing(tmp_path: Path) -> None:
+def test_a_bad_prompt_set_starts_nothing(tmp_path: Path, model: str) -> None:
     file = tmp_path / "problems.jsonl"
     file.write_text('{"prompt": "1 + 1=", "answer": "2"}\n{"prompt": null, "answer": "3"}\n{"answer"\n')
     source = f"data.source={{type: file, path: {file}}}"
-    told = refused("train", "pocket-tiny", source, cwd=tmp_path)
+    told = refused("train", "pocket-tiny", model, source, cwd=tmp_path)
     assert "line 2: prompt is null" in told and "line 3: " in told
 
 
-def test_data_check_names_line_and_reason(tmp_path: Path) -> None:
+def test_data_check_names_line_and_reason(tmp_path: Path, model: str) -> None:
     file = tmp_path / "problems.jsonl"
     file.write_text('{"prompt": "1 + 1=", "answer": "2"}\n{"prompt": "", "answer": "3"}\n')
-    strict = longtail("data", "check", str(file), cwd=tmp_path)
+    strict = longtail("data", "check", "--set", model, str(file), cwd=tmp_path)
     assert strict.code == 2
     assert f"{file}:2: prompt is empty" in strict.out and "2 rows, 1 usable, 1 bad" in strict.out
-    assert longtail("data", "check", str(file), "--mode", "skip", cwd=tmp_path).code == 0
-    assert longtail("data", "check", str(file), "--mode", "maybe", cwd=tmp_path).code == 2
-    assert "cannot read" in refused("data", "check", "missing.jsonl", cwd=tmp_path)
+    assert longtail("data", "check", "--set", model, str(file), "--mode", "skip", cwd=tmp_path).code == 0
+    assert longtail("data", "check", "--set", model, str(file), "--mode", "maybe", cwd=tmp_path).code == 2
+    assert "missing.jsonl is not a file" in refused("data", "check", "--set", model, "missing.jsonl", cwd=tmp_path)
 
 
-def test_data_check_passes_a_good_file(tmp_path: Path) -> None:
+def test_data_check_passes_a_good_file(tmp_path: Path, model: str) -> None:
     file = tmp_path / "problems.jsonl"
     file.write_text('{"prompt": "1 + 1=", "answer": "2"}\n')
-    done = longtail("data", "check", str(file), cwd=tmp_path)
+    done = longtail("data", "check", "--set", model, str(file), cwd=tmp_path)
     assert done.code == 0, done.err
     assert "1 rows, 1 usable, 0 bad" in done.out
 

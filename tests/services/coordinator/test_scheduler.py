@@ -42,7 +42,13 @@ def test_work_fits_is_in_order_and_shared_evenly(groups: int, servers: int, size
 def test_only_ready_serving_slots_get_work() -> None:
     slots = [view(0, S.IDLE), view(1, S.LOST), view(2, S.ROLLOUT, serves=False), view(3, S.DRAFTING)]
     assert hand_out(works(2), slots, 8) == []
-    assert {g.slot for g in hand_out(works(2), [*slots, view(4, S.DRAINING)], 8)} == {4}
+    assert {g.slot for g in hand_out(works(2), [*slots[:2], view(4, S.DRAINING)], 8)} == {4}
+
+
+def test_a_server_that_is_opening_keeps_its_fair_share() -> None:
+    slots = [view(0, S.ROLLOUT), view(1, S.ROLLOUT, serves=False), view(2, S.IDLE)]
+    assert [(g.slot, g.work) for g in hand_out(works(4), slots, 16)] == [(0, works(4)[0]), (0, works(4)[2])]
+    assert slots_to_wake(works(4), slots, 16) == []
 
 
 def test_idle_slots_wake_only_for_work_that_is_left_over() -> None:

@@ -1,0 +1,41 @@
+"""Where a measurement came from: commit, card or processor, library versions."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def provenance() -> dict[str, Any]:
+    """Keys commit (None outside a checkout), dirty, card, processor, torch, python."""
+    commit = _git("rev-parse", "HEAD")
+    status = _git("status", "--porcelain")
+    return {
+        "commit": commit,
+        "dirty": bool(status) if status is not None else None,
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "processor": _processor(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None  # no git, or not answering: the measurement is still worth printing
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _processor() -> str:
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

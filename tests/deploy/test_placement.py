@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from deploy.placement import bundles, check_resources, plan_actors, thread_env
+from services.core.errors import ConfigError
+from tests.services.coordinator.fakes import tiny_config
+
+
+def test_a_slot_is_one_bundle_that_server_and_trainer_share() -> None:
+    config = tiny_config(placement={"cpus_per_slot": 0.5, "gpus_per_slot": 1.0})
+    assert bundles(config) == [{"CPU": 0.5, "GPU": 1.0}] * 2
+    plans = {p.name: p for p in plan_actors(config)}
+    assert plans.keys() == {"rollout-0", "rollout-1", "drafter-0", "drafter-1", "policy", "reward"}
+    for slot in (0, 1):
+        pair = [plans[f"rollout-{slot}"], plans[f"drafter-{slot}"]]
+        assert {p.slot for p in pair} == {slot}
+        assert sum(p.cpus for p in pair) == 0.5 and sum(p.gpus for p in pair) == 1.0
+    # A policy trainer that came back without its weights would be worse than a stopped run.
+    assert plans["policy"].restarts == 0 and plans["rollout-0"].restarts == config.coordinator.max_restarts
+
+
+def test_without_an_eagle_strategy_no_drafter_trainer_is_started() -> None:
+    config = tiny_config(speculation={"selector": {"type": "fixed"}})
+    assert {p.name for p in plan_actors(config)} == {"rollout-0", "rollout-1", "policy", "reward"}
+
+
+def test_slots_that_ask_for_nothing_need_no_placement_group() -> None:
+    assert bundles(tiny_config(placement={"cpus_per_slot": 0.0})) == []
+
+
+def test_two_cores_hold_the_default_run() -> None:
+    check_resources(tiny_config(), {"CPU": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("placement", "available", "missing"),
+    [
+        ({"cpus_per_slot": 2.0}, {"CPU": 2.0}, "4.5 CPU, the cluster has 2"),
+        ({"gpus_per_slot": 1.0}, {"CPU": 8.0}, "2 GPU, the cluster has 0"),
+        ({"policy_gpus": 1.0, "gpus_per_slot": 1.0}, {"CPU": 8.0, "GPU": 2.0}, "3 GPU, the cluster has 2"),
+    ],
+)
+def test_a_cluster_that_is_too_small_is_named_before_anything_waits(
+    placement: dict[str, float], available: dict[str, float], missing: str
+) -> None:
+    with pytest.raises(ConfigError, match=missing):
+        check_resources(tiny_config(placement=placement), available)
+
+
+def test_threads_are_set_for_every_numeric_library() -> None:
+    assert {thread_env(3)[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"3"}
