@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from statistics import quantiles
 
 import torch
 from transformers import Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
+from deploy.warmup_card import WarmupResult, write_card
 from deploy.warmup_target import Example, new_model, train_target
 from services.config.load import dump_config
 from services.config.schema import ClusterConfig
@@ -43,24 +45,6 @@ VOCAB_MULTIPLE = 16  # unused rows at the end of the embedding; kernels like rou
 DRAFTER_ROLLOUTS = 512
 
 
-@dataclass(frozen=True)
-class WarmupResult:
-    """What the model card states. Lengths are response tokens at temperature 1."""
-
-    parameters: int
-    drafter_parameters: int
-    heldout_pass_rate: float
-    heldout_pass_rate_greedy: float
-    heldout_prompts: int
-    response_len_p50: float
-    response_len_p99: float
-    response_len_max: int
-    drafter_acceptance_length: float
-    target_seconds: float
-    drafter_seconds: float
-    device: str
-
-
 def run_warmup(config: ClusterConfig, out: Path, say: Callable[[str], None] = print) -> WarmupResult:
     """Write `out`/target and `out`/drafter; returns the measured figures. Seeded by run.seed."""
     torch.manual_seed(config.run.seed)
@@ -78,6 +62,8 @@ def run_warmup(config: ClusterConfig, out: Path, say: Callable[[str], None] = pr
 
     train_target(model, _examples(prompts.train, tokenizer, config.run.seed), config.warmup, on_step)
     target_seconds = time.monotonic() - started
+    model.config.use_cache = model.generation_config.use_cache = True  # was off for training; generation wants it
+    disable_progress_bar()
     model.eval().save_pretrained(out / "target")
     figures = _evaluate(model, tokenizer, prompts, config, say)
     started = time.monotonic()
@@ -91,6 +77,7 @@ def run_warmup(config: ClusterConfig, out: Path, say: Callable[[str], None] = pr
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         **figures,
     )
+    write_card(out, result, config)
     (out / "warmup.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
     (out / "warmup.yaml").write_text(dump_config(config), encoding="utf-8")
     return result
@@ -138,7 +125,11 @@ def _published(model: Qwen3ForCausalLM) -> dict[str, torch.Tensor]:
 
 
 def _evaluate(
-    model: Qwen3ForCausalLM, tokenizer: Tokenizer, prompts: PromptSets, config: ClusterConfig, say: Callable[[str], None]
+    model: Qwen3ForCausalLM,
+    tokenizer: Tokenizer,
+    prompts: PromptSets,
+    config: ClusterConfig,
+    say: Callable[[str], None],
 ) -> dict[str, float]:
     heldout = prompts.heldout[: config.warmup.eval_prompts]
     rewards = build_reward_service(config)
@@ -152,7 +143,7 @@ def _evaluate(
             say(f"held-out pass rate at temperature {temperature}: {rates[temperature]:.3f} of {len(heldout)}")
     finally:
         rewards.close()
-    cuts = quantiles(lengths, n=100)
+    cuts = quantiles(lengths, n=100, method="inclusive")
     return {
         "heldout_pass_rate": rates[1.0], "heldout_pass_rate_greedy": rates[0.0], "heldout_prompts": len(heldout),
         "response_len_p50": cuts[49], "response_len_p99": cuts[98], "response_len_max": lengths[-1],
