@@ -148,7 +148,7 @@ class Coordinator:
         works = make_work(prompts, f"step{step:05d}", rollout.group_size, self._inputs.sampling, self._config.run.seed)
         self._facts = StepFacts()
         self._drafting.progress = []
-        self._timeline.label = f"step {step}"
+        self._timeline.enter(f"step {step}")
         self._board.step = step
         self._board.begin("rollout", len(prompts) * rollout.group_size)
         self._timeline.open_window()
@@ -214,7 +214,7 @@ class Coordinator:
         prompts = self._inputs.heldout[: self._config.run.eval_prompts]
         if not prompts:
             return
-        self._timeline.label = f"evaluation {step}"
+        self._timeline.enter(f"evaluation {step}")
         self._board.begin("evaluation", len(prompts))
         self._fleet.open_all()
         for group in self._phase.generate(make_work(prompts, "heldout", 1, self._inputs.sampling, 0), draft=False):
@@ -255,7 +255,7 @@ class Coordinator:
     def _generate_forced(
         self, label: str, prompts: Sequence[Prompt], group_size: int, sampling: SamplingParams, name: str | None
     ) -> tuple[list[Rollout], float]:
-        self._timeline.label = f"{label} {name or 'selector'}"
+        self._timeline.enter(f"{label} {name or 'selector'}")
         self._board.begin("comparison", len(prompts) * group_size)
         works = make_work(prompts, label, group_size, sampling, self._config.run.seed)
         self._fleet.release_all()  # opening tells a server its strategy

@@ -10,7 +10,7 @@ from services.core.types import SlotLease, SlotSpan, SlotState
 
 
 class Timeline:
-    """Seconds are since the start of the run. `label` names the phase under way; a span carries that of its start.
+    """Seconds are since the start of the run. `label` names the phase under way; no span outlasts its phase.
 
     Idle and drafting seconds count only inside a rollout window (`open_window` to `close_window`): a slot that has
     nothing to generate there is either IDLE (unused) or DRAFTING (the idle time put to use).
@@ -56,8 +56,14 @@ class Timeline:
         self._window = None
         return dict(self._seconds)
 
+    def enter(self, label: str) -> None:
+        """A phase begins: spans that are open are cut here and go on under its name."""
+        self.close()
+        self.label = label
+        self._open = {slot: (state, since, label) for slot, (state, since, _) in self._open.items()}
+
     def close(self) -> None:
-        """Emit what is still open, at the end of the run."""
+        """Emit what is still open, up to now."""
         now = self._clock()
         for slot, (state, _, label) in list(self._open.items()):
             self._cut(slot, now)

@@ -49,7 +49,7 @@ def align(input_ids: Tensor, hidden: Tensor, loss_mask: Tensor) -> Aligned:
     input_ids [T], hidden [T,H], loss_mask [T] -> T-1 entries. Entry t draws the distribution of token t+2, so the mask
     is shifted by two; the last entry would predict a token past the end and is never supervised.
     """
-    past_end = torch.zeros_like(loss_mask[:1])
+    past_end = torch.zeros_like(loss_mask[1:2])  # nothing at all for a sequence of one token
     return Aligned(
         ids=input_ids[1:],
         hidden=hidden[:-1],

@@ -147,8 +147,7 @@ def rms_norm(x: Tensor, size: tuple[int], weight: Tensor | None, eps: float) -> 
     step of a small model is bound by their number: half of them do."""
     if x.is_cuda or x.dtype != torch.float32:
         return F.rms_norm(x, size, weight, eps)
-    scale = torch.linalg.vecdot(x, x).div(size[0]).add(eps).rsqrt()
-    normed = x * scale[..., None]
+    normed = x * torch.linalg.vecdot(x, x).mul_(1 / size[0]).add_(eps).rsqrt_()[..., None]
     return normed if weight is None else normed * weight
 
 

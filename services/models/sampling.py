@@ -68,7 +68,7 @@ def process_logits(logits: Tensor, s: SamplingTensors) -> Tensor:
 
     Differentiable. A row with temperature 0 keeps only its (first) argmax, so mixed batches have no division by zero.
     """
-    scale = torch.where(s.temperature > 0, s.temperature, torch.ones_like(s.temperature))
+    scale = s.temperature.masked_fill(s.temperature == 0, 1.0) if s.any_greedy else s.temperature
     out = logits / scale[:, None]
     if not s.plain:
         out = torch.where(_keep(out.detach(), s), out, -torch.inf)

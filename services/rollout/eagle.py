@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,11 +15,58 @@ from services.models.drafter import draft_forward, drafter_names, drafter_spec, 
 from services.models.layers import LayerWeights
 from services.models.sampling import SamplingTensors
 from services.models.target import check_tensors
-from services.rollout.rows import Rows, causal_tail, tail_mask
+from services.rollout.rows import Rows, causal_tail, tail_mask, tail_table
 from services.speculation.drafting import Draft, draw_children
 from services.speculation.strategy import DraftStrategy
+from services.speculation.tree import TreeShape, level_order
 
 CATCH_UP_CHUNK = 128  # columns of one catch-up pass: bounds its padding and its mask
+
+
+@dataclass(frozen=True)
+class Level:
+    """One drafter pass. `nodes` have children to draw; `inner` are those below the root, which the pass runs on, with
+    their `parents`, drafter `columns` and position `offsets` behind the root, and the mask `table` of `tail_table`."""
+
+    nodes: tuple[int, ...]
+    inner: list[int]
+    parents: tuple[int, ...]
+    columns: Tensor
+    offsets: Tensor
+    table: Tensor
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """`shape` with its nodes in drawing order: siblings next to each other, level by level."""
+
+    shape: TreeShape
+    levels: tuple[Level, ...]
+
+
+@lru_cache(maxsize=64)
+def draft_plan(shape: TreeShape, dtype: torch.dtype, device: torch.device) -> DraftPlan:
+    """Everything about drafting a shape that does not depend on the round."""
+    shape = level_order(shape)
+    column: dict[int, int] = {}
+    levels = []
+    for nodes in shape.levels:
+        inner = [n for n in nodes if n]
+        column.update({n: len(column) + i for i, n in enumerate(inner)})
+        tail = torch.zeros(len(inner), len(column), dtype=torch.bool, device=device)
+        for i, node in enumerate(inner):
+            tail[i, [column[a] for a in shape.ancestors(node)[1:]]] = True
+        levels.append(
+            Level(
+                nodes=nodes,
+                inner=inner,
+                parents=tuple(shape.parents[n] for n in inner),
+                columns=torch.tensor([column[n] for n in inner], dtype=torch.long, device=device),
+                offsets=torch.tensor([shape.depths[n] - 1 for n in inner], dtype=torch.long, device=device),
+                table=tail_table(tail, dtype),
+            )
+        )
+    return DraftPlan(shape, tuple(levels))
 
 
 class EagleDrafting:
@@ -45,28 +95,25 @@ class EagleDrafting:
         self, strategy: DraftStrategy, sampling: SamplingTensors, uniforms: Callable[[int], Tensor]
     ) -> Draft:
         """Draft for all rows. `uniforms(n)` gives float64 [count,n] fresh numbers."""
-        shape, rows = strategy.shape, self._rows
-        hidden = self._catch_up()
-        numbers = uniforms(shape.num_nodes - 1) if strategy.sampled else None
-        tokens = torch.zeros(rows.count, shape.num_nodes, dtype=torch.long, device=hidden.device)
+        rows, plan = self._rows, draft_plan(strategy.shape, self._target.dtype, self._target.device)
+        hidden, base = self._catch_up(), rows.base()
+        numbers = uniforms(plan.shape.num_nodes - 1) if strategy.sampled else None
+        tokens = torch.zeros(rows.count, plan.shape.num_nodes, dtype=torch.long, device=hidden.device)
         outputs: dict[int, Tensor] = {0: hidden}
-        probs: list[Tensor | None] = [None] * shape.num_nodes
-        expanded: list[int] = []  # inner nodes below the root, in the order of their drafter columns
-        for level in shape.levels:
-            inner = [n for n in level if n]
-            if inner:
-                self._run_level(inner, expanded, tokens, outputs, shape)
-            for node in level:
-                children = list(shape.children[node])
-                picked = None if numbers is None else numbers[:, [c - 1 for c in children]]
+        probs: list[Tensor] = []
+        for level in plan.levels:
+            if level.inner:
+                self._run_level(level, base, tokens, outputs)
+            for node in level.nodes:
+                first, last = plan.shape.children[node][0], plan.shape.children[node][-1] + 1
+                picked = None if numbers is None else numbers[:, first - 1 : last - 1]
                 logits = self._target.logits(outputs[node])
-                drawn, drawn_from = draw_children(logits, sampling, len(children), strategy.sampled, picked)
-                tokens[:, children] = drawn
-                for i, child in enumerate(children):
-                    probs[child] = None if drawn_from is None else drawn_from[:, i]
-        lengths = torch.full((rows.count,), shape.num_nodes - 1, device=hidden.device)
-        found = [p for p in probs if p is not None]
-        return Draft(shape, tokens[:, 1:], torch.stack(found, 1) if found else None, lengths)
+                drawn, drawn_from = draw_children(logits, sampling, last - first, strategy.sampled, picked)
+                tokens[:, first:last] = drawn
+                if drawn_from is not None:
+                    probs.append(drawn_from)
+        lengths = torch.full((rows.count,), plan.shape.num_nodes - 1, device=hidden.device)
+        return Draft(plan.shape, tokens[:, 1:], torch.cat(probs, 1) if probs else None, lengths)
 
     def _catch_up(self) -> Tensor:
         """Feed the drafter all (token, target hidden state) pairs it has not seen; the output of each row's last one,
@@ -76,39 +123,35 @@ class EagleDrafting:
         last = rows.lengths[: rows.count] - 2
         assert (last >= 0).all(), "a prompt has at least two tokens here"
         while True:
-            start = torch.from_numpy(rows.drafted[: rows.count].clip(max=last)).to(self._target.device)
-            final = torch.from_numpy(last).to(self._target.device)
-            width = min(int((final - start).max()) + 1, CATCH_UP_CHUNK)
+            start = rows.drafted[: rows.count].clip(max=last)
+            missing = int((last - start).max()) + 1
+            width = min(missing, CATCH_UP_CHUNK)
             out = self._extend(start, width)
-            rows.drafted[: rows.count] = (start + width).clamp_max(final + 1).cpu().numpy()
-            if int((final - start).max()) < width:
+            rows.drafted[: rows.count] = (start + width).clip(max=last + 1)
+            if missing == width:
                 # rows that were done in an earlier chunk start at their last entry again, so every row ends here
-                return out[torch.arange(rows.count, device=out.device), final - start]
+                end = torch.from_numpy(last - start).to(out.device)
+                return out[torch.arange(rows.count, device=out.device), end]
 
-    def _extend(self, start: Tensor, width: int) -> Tensor:
+    def _extend(self, start: np.ndarray, width: int) -> Tensor:
         """Entries start..start+width-1 of each row, padded past its end with columns that later writes cover."""
         rows = self._rows
-        at = start[:, None] + torch.arange(width, device=start.device)
+        base = torch.from_numpy(start).to(self._target.device)
+        at = base[:, None] + torch.arange(width, device=base.device)
         index = rows.row_index()
         embeds = F.embedding(rows.tokens[index, at + 1], self._target.weights.embed)
-        return self._forward(embeds, rows.hidden[index, at], at, at, causal_tail(start, width, self._target.dtype))
+        mask = causal_tail(base, width, int(start.max()) + width, self._target.dtype)
+        return self._forward(embeds, rows.hidden[index, at], at, at, mask)
 
-    def _run_level(self, inner: list[int], expanded: list[int], tokens: Tensor, outputs: dict[int, Tensor], shape) -> None:
-        """One drafter pass over the inner nodes of a level. Node of depth d sits at position base + d - 1."""
+    def _run_level(self, level: Level, base: Tensor, tokens: Tensor, outputs: dict[int, Tensor]) -> None:
+        """One drafter pass over the inner nodes of a level. A node of depth d sits at position base + d - 1."""
         rows = self._rows
-        base = rows.base()
-        column = {n: i for i, n in enumerate([*expanded, *inner])}
-        tail = torch.zeros(len(inner), len(column), dtype=torch.bool, device=base.device)
-        for i, node in enumerate(inner):
-            tail[i, [column[a] for a in shape.ancestors(node)[1:]]] = True
-        write_at = base[:, None] + torch.tensor([column[n] for n in inner], device=base.device)
-        position = base[:, None] + torch.tensor([shape.depths[n] - 1 for n in inner], device=base.device)
-        mask = tail_mask(base, tail, int(base.max()) + len(column), self._target.dtype)
-        hidden = torch.stack([outputs[shape.parents[n]] for n in inner], dim=1)
-        embeds = F.embedding(tokens[:, inner], self._target.weights.embed)
+        write_at, position = base[:, None] + level.columns, base[:, None] + level.offsets
+        mask = tail_mask(base, level.table, rows.longest() - 1 + level.table.shape[1] - 2)
+        hidden = torch.stack([outputs[parent] for parent in level.parents], dim=1)
+        embeds = F.embedding(tokens[:, level.inner], self._target.weights.embed)
         out = self._forward(embeds, hidden, position, write_at, mask)
-        outputs.update({node: out[:, i] for i, node in enumerate(inner)})
-        expanded.extend(inner)
+        outputs.update({node: out[:, i] for i, node in enumerate(level.inner)})
 
     def _forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, write_at: Tensor, mask: Tensor) -> Tensor:
         assert self._fc is not None and self._layer is not None, "load a drafter version first"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from services.models.sampling import SamplingTensors, check_sampling, process_lo
 from services.models.target import TargetModel
 from services.rollout.eagle import CATCH_UP_CHUNK, EagleDrafting
 from services.rollout.request import Request
-from services.rollout.rows import Rows, tail_mask
+from services.rollout.rows import Rows, tail_mask, tail_table
 from services.rollout.stops import emit, response_text
 from services.speculation.drafting import Draft
 from services.speculation.selector import Selector
@@ -47,6 +48,12 @@ class EngineOptions:
     @property
     def spare_columns(self) -> int:
         return CATCH_UP_CHUNK + self.max_nodes + 2
+
+
+@lru_cache(maxsize=64)
+def shape_tensors(shape: TreeShape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Depth of each node [Q], and the mask table of the target's pass over all nodes."""
+    return torch.tensor(shape.depths, device=device), tail_table(shape.sees.to(device), dtype)
 
 
 class NativeEngine:
@@ -221,10 +228,9 @@ class NativeEngine:
         rows, nodes = self._rows, draft.shape.num_nodes
         base = rows.base()
         write_at = base[:, None] + torch.arange(nodes, device=base.device)
-        depths = torch.tensor(draft.shape.depths, device=base.device)
+        depths, table = shape_tensors(draft.shape, self._target.dtype, base.device)
         last = rows.tokens[rows.row_index(), base[:, None]]
-        sees = draft.shape.sees.to(base.device)
-        mask = tail_mask(base, sees, int(base.max()) + nodes, self._target.dtype)
+        mask = tail_mask(base, table, rows.longest() - 1 + nodes)
         ids = torch.cat([last, draft.tokens], dim=1)
         hidden = self._target.forward(ids, base[:, None] + depths, rows.kv, write_at, mask)
         rows.hidden[rows.row_index(), write_at] = hidden

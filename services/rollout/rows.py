@@ -8,8 +8,11 @@ hide and later writes cover: roll-back is ragged and free.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from services.models.kv import KVStore
@@ -38,6 +41,10 @@ class Rows:
         """[count,1], for gathers along columns."""
         return self._index[: self.count]
 
+    def longest(self) -> int:
+        """Known tokens of the longest row."""
+        return int(self.lengths[: self.count].max())
+
     def base(self) -> Tensor:
         """[count] column of the last known token: where the next target step begins."""
         return torch.from_numpy(self.lengths[: self.count] - 1).to(self.target.device)
@@ -61,7 +68,8 @@ class Rows:
         end = int(self.lengths[row]) - 1
         for start in range(0, end, PREFILL_CHUNK):
             at = torch.arange(start, min(end, start + PREFILL_CHUNK), device=self.target.device)[None]
-            mask = causal_tail(torch.tensor([start], device=self.target.device), at.shape[1], self.target.dtype)
+            base = torch.tensor([start], device=self.target.device)
+            mask = causal_tail(base, at.shape[1], start + at.shape[1], self.target.dtype)
             ids = self.tokens[row : row + 1, at[0]]
             self.hidden[row, at[0]] = self.target.forward(ids, at, self.kv, at, mask, first_row=row)[0]
 
@@ -90,18 +98,26 @@ class Rows:
         self.lengths[row] += count
 
 
-def tail_mask(base: Tensor, tail: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Additive mask [B,1,Q,columns]: query q of row b sees columns below base[b], and column base[b] + e where
-    tail [Q,E] is True."""
-    queries, width = tail.shape
-    table = torch.zeros(queries, width + 2, dtype=torch.bool, device=tail.device)
-    table[:, 0], table[:, 1:-1] = True, tail
-    additive = torch.zeros(table.shape, dtype=dtype, device=tail.device).masked_fill_(~table, -torch.inf)
-    relative = torch.arange(columns, device=tail.device)[None] - base[:, None]
-    return additive[:, relative.clamp_(-1, width) + 1].transpose(0, 1)[:, None]
+def tail_table(tail: Tensor, dtype: torch.dtype) -> Tensor:
+    """tail bool [Q,E] -> additive [Q,E+2]: column 0 for everything before the tail (seen), the last for everything
+    behind it (not seen)."""
+    seen = F.pad(F.pad(tail, (1, 0), value=True), (0, 1), value=False)
+    return torch.zeros(seen.shape, dtype=dtype, device=tail.device).masked_fill_(~seen, -torch.inf)
 
 
-def causal_tail(base: Tensor, queries: int, dtype: torch.dtype) -> Tensor:
-    """`tail_mask` for `queries` tokens in a row, over just the columns they need."""
-    tail = torch.ones(queries, queries, dtype=torch.bool, device=base.device).tril()
-    return tail_mask(base, tail, int(base.max()) + queries, dtype)
+def tail_mask(base: Tensor, table: Tensor, columns: int) -> Tensor:
+    """Additive mask [B,1,Q,columns]: query q of row b sees columns below base[b], and column base[b] + e where the
+    tail behind `table` [Q,E+2] says so."""
+    relative = torch.arange(columns, device=table.device)[None] - base[:, None]
+    return table[:, relative.clamp_(-1, table.shape[1] - 2) + 1].transpose(0, 1)[:, None]
+
+
+@lru_cache(maxsize=512)
+def causal_table(queries: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The tail of `queries` tokens in a row."""
+    return tail_table(torch.ones(queries, queries, dtype=torch.bool, device=device).tril(), dtype)
+
+
+def causal_tail(base: Tensor, queries: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """`tail_mask` for `queries` tokens in a row."""
+    return tail_mask(base, causal_table(queries, dtype, base.device), columns)

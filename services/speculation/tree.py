@@ -95,3 +95,13 @@ def tree_shape(depth: int, topk: int, num_draft_tokens: int) -> TreeShape:
         offer(parent, rank + 1, scores[parent])
         offer(len(nodes) - 1, 0, -negative)
     return TreeShape(tuple(parent for parent, _ in nodes))
+
+
+def level_order(shape: TreeShape) -> TreeShape:
+    """The same tree numbered breadth first, so that the children of a node are neighbours."""
+    order, number = [0], {0: 0}
+    for node in order:
+        for child in shape.children[node]:
+            number[child] = len(order)
+            order.append(child)
+    return TreeShape(tuple(-1 if n == 0 else number[shape.parents[n]] for n in order))

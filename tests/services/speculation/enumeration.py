@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,9 +25,14 @@ Conditional = Callable[[tuple[int, ...]], Tensor]
 # target_probs [B,Q,V], draft_tokens [B,Q-1], draft_probs [B,Q-1,V] | None, lengths [B], uniforms [B,Q] -> Verified
 Verify = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], Verified]
 Law = dict[tuple[int, ...], float]
+State = tuple[dict[int, tuple[int, Tensor]], float]  # (node -> its token and the distribution it came from), weight
 
 INSET = 1e-11  # how far inside an interval its ends are taken
 NARROW = 1e-9  # intervals below this are rounding of a breakpoint
+
+
+class NotConstantError(AssertionError):
+    """An answer changed inside an interval: the function does not accept or draw where the mathematics says."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,10 @@ def normalised(x: Tensor) -> Tensor:
 def draw_outcomes(shape: TreeShape, logits: Conditional, sampling: SamplingTensors) -> Outcomes:
     """All drafts that `draw_children` can draw on this shape, with their probabilities. `sampling` has one row."""
     vocab = len(logits(()))
-    found = [((), 1.0)]  # (tokens and distributions of nodes so far as {node: (token, probs)}, weight)
-    states: list[tuple[dict[int, tuple[int, Tensor]], float]] = [({}, 1.0)]
+    states: list[State] = [({}, 1.0)]
     for level in shape.levels:
         for node in level:
             states = [s for state in states for s in _grow(state, node, shape, logits, sampling)]
-    del found
     count = shape.num_nodes - 1
     tokens = torch.tensor([[drawn[n][0] for n in range(1, count + 1)] for drawn, _ in states], dtype=torch.long)
     probs = torch.stack([torch.stack([drawn[n][1] for n in range(1, count + 1)]) for drawn, _ in states])
@@ -78,7 +81,7 @@ def draw_outcomes(shape: TreeShape, logits: Conditional, sampling: SamplingTenso
     return Outcomes(shape, weight, tokens, probs, torch.full((len(states),), count))
 
 
-def _grow(state, node: int, shape: TreeShape, logits: Conditional, sampling: SamplingTensors) -> list:
+def _grow(state: State, node: int, shape: TreeShape, logits: Conditional, sampling: SamplingTensors) -> list[State]:
     drawn, weight = state
     prefix = tuple(drawn[n][0] for n in shape.ancestors(node)[1:])
     children = shape.children[node]
@@ -113,15 +116,12 @@ def child_draws(logits: Tensor, sampling: SamplingTensors, count: int) -> list[t
     for side in (1, 2):
         u = torch.tensor([p[side] for p in prefixes], dtype=torch.float64)
         many = logits.expand(len(prefixes), -1)
-        answers.append(draw_children(many, repeat(sampling, len(prefixes)), count, True, u))
+        answers.append(draw_children(many, sampling.repeat(len(prefixes)), count, True, u))
     (tokens, probs), (again, _) = answers
-    assert torch.equal(tokens, again), "a draw changed inside an interval"
+    if not torch.equal(tokens, again):
+        raise NotConstantError("a draft draw changed inside an interval")
     assert probs is not None
     return list(zip(shares, tokens, probs, strict=True))
-
-
-def repeat(sampling: SamplingTensors, times: int) -> SamplingTensors:
-    return sampling.repeat(times)
 
 
 def one_hot_outcomes(shape: TreeShape, vocab: int, length: int | None = None) -> Outcomes:
@@ -199,8 +199,8 @@ def committed(outcomes: Outcomes, target: Conditional, verify: Verify) -> list[L
     half = torch.full((len(source), 1), 0.5, dtype=torch.float64)
     first = _call(verify, outcomes, table, source, torch.cat([lows, half], 1))
     again = _call(verify, outcomes, table, source, torch.cat([highs, half], 1))
-    assert torch.equal(first.num_accepted_tokens, again.num_accepted_tokens), "acceptance changed inside an interval"
-    assert torch.equal(first.path, again.path)
+    if not (torch.equal(first.num_accepted_tokens, again.num_accepted_tokens) and torch.equal(first.path, again.path)):
+        raise NotConstantError("acceptance changed inside an interval")
     # stage 2: all intervals of the final draw at the node where each pattern ended
     end = _end_node(first, outcomes)
     cuts = torch.cat([last[source, end].cumsum(-1), table[source, end].cumsum(-1)], -1)
@@ -212,7 +212,8 @@ def committed(outcomes: Outcomes, target: Conditional, verify: Verify) -> list[L
     weight = weight[many] * width_f.flatten()[alive]
     first = _call(verify, outcomes, table, source[many], torch.cat([lows[many], low_f[:, None]], 1))
     again = _call(verify, outcomes, table, source[many], torch.cat([highs[many], high_f[:, None]], 1))
-    assert torch.equal(first.next_token, again.next_token), "the final draw changed inside an interval"
+    if not torch.equal(first.next_token, again.next_token):
+        raise NotConstantError("the final draw changed inside an interval")
     return _laws(outcomes, source[many], weight, first)
 
 
@@ -257,7 +258,3 @@ def worst_gap(law: Law, target: Conditional, count: int) -> float:
     """Largest difference to the target's chain rule over all sequences of `count` tokens."""
     got, expected = extend(law, target, count), extend({(): 1.0}, target, count)
     return max(abs(got.get(s, 0.0) - expected.get(s, 0.0)) for s in got.keys() | expected.keys())
-
-
-def without_probs(outcomes: Outcomes) -> Outcomes:
-    return replace(outcomes, probs=None)

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.speculation.suffix_index import SuffixIndex
+
+TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
+
+
+def filled(max_tokens: int = 1000, **sequences: list[int]) -> SuffixIndex:
+    index = SuffixIndex(max_tokens)
+    for key, tokens in sequences.items():
+        index.observe(key, tokens, 0)
+    return index
+
+
+def test_a_known_response_is_proposed_to_its_end() -> None:
+    index = filled(p=[1, 2, 3, 4, 5, 6, 7])
+    assert index.propose("p", [9, 9, 2, 3], 3) == [4, 5, 6]
+    assert index.propose("p", [2, 3], 10) == [4, 5, 6, 7]
+    assert index.propose("p", [6, 7], 4) == [] and index.propose("p", [3], 4) == [] and index.propose("p", [], 4) == []
+
+
+def test_the_longest_context_decides_then_the_most_frequent() -> None:
+    index = SuffixIndex(1000)
+    for tokens in ([1, 5, 6, 7], [2, 5, 6, 8], [3, 5, 6, 8]):
+        index.observe("p", tokens, 0)
+    assert index.propose("p", [9, 5, 6], 1) == [8]
+    assert index.propose("p", [1, 5, 6], 1) == [7]
+
+
+def test_proposals_never_come_from_other_prompts() -> None:
+    index = filled(p=[1, 2, 3, 4], q=[1, 2, 9, 9])
+    assert index.propose("p", [1, 2], 2) == [3, 4] and index.propose("q", [1, 2], 2) == [9, 9]
+    assert index.propose("unknown", [1, 2], 2) == []
+
+
+@given(st.dictionaries(st.sampled_from("pqr"), TOKENS, min_size=1), TOKENS, st.integers(1, 9))
+def test_every_proposal_was_seen_after_its_context(known: dict[str, list[int]], tail: list[int], depth: int) -> None:
+    index = filled(**known)
+    for key, tokens in known.items():
+        proposed = index.propose(key, tail, depth)
+        assert len(proposed) <= depth
+        said = list(tail)
+        for token in proposed:
+            pairs = {tuple(tokens[i : i + 3]) for i in range(len(tokens) - 2)}
+            assert (*said[-2:], token) in pairs
+            said.append(token)
+
+
+@given(TOKENS, st.lists(st.integers(1, 5), max_size=20))
+def test_feeding_token_by_token_is_feeding_at_once(tokens: list[int], cuts: list[int]) -> None:
+    """Sibling responses arrive while they run, a few tokens at a time, with just the context before them."""
+    whole, pieces = SuffixIndex(1000), SuffixIndex(1000)
+    whole.observe("p", tokens, 0)
+    start = 0
+    for cut in [*cuts, len(tokens)]:
+        end = min(start + cut, len(tokens))
+        known = tokens[max(0, start - pieces.max_match) : end]
+        pieces.observe("p", known, len(known) - (end - start))
+        start = end
+    assert whole.num_tokens == pieces.num_tokens == len(tokens)
+    for i in range(len(tokens)):
+        assert whole.propose("p", tokens[: i + 1], 6) == pieces.propose("p", tokens[: i + 1], 6)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), TOKENS), max_size=30), st.integers(5, 60))
+def test_the_bound_holds_after_every_observation(stream: list[tuple[str, list[int]]], bound: int) -> None:
+    index = SuffixIndex(bound)
+    for key, tokens in stream:
+        index.observe(key, tokens, 0)
+        assert 0 <= index.num_tokens <= bound
+
+
+def test_the_least_recently_fed_prompt_goes_first() -> None:
+    index = SuffixIndex(12)
+    for key in "abc":
+        index.observe(key, [1, 2, 3, 4], 0)
+    index.observe("a", [1, 2], 0)
+    assert index.propose("b", [1, 2], 2) == [] and index.num_tokens == 10
+    assert index.propose("a", [1, 2], 2) == [3, 4] == index.propose("c", [1, 2], 2)
+
+
+def test_one_prompt_alone_is_bounded_too() -> None:
+    index = SuffixIndex(20)
+    for _ in range(10):
+        index.observe("p", [1, 2, 3, 4, 5, 6, 7], 0)
+        assert index.num_tokens <= 20
+    index.observe("p", list(range(21)), 0)
+    assert index.num_tokens == 0 and index.propose("p", [1, 2], 2) == []
+    index.observe("p", [1, 2, 3], 0)
+    assert index.propose("p", [1, 2], 2) == [3]

@@ -1,0 +1,408 @@
+"""Losslessness by exact enumeration: the law of what verification commits is the target's chain rule, to 1e-6."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from services.core.types import SamplingParams
+from services.models.sampling import SamplingTensors, draw, process_logits, sampling_tensors
+from services.speculation.tree import TreeShape, tree_shape
+from services.speculation.verify import Verified, leading_accepts, residual, verify_chain, verify_tree
+from tests.services.models.test_sampling import reference
+from tests.services.models.tiny import CPU
+from tests.services.speculation.enumeration import (
+    Conditional,
+    NotConstantError,
+    Outcomes,
+    Verify,
+    committed,
+    draw_outcomes,
+    one_hot_outcomes,
+    worst_gap,
+)
+
+PLAIN = SamplingParams()
+PROCESSED = {
+    "plain": PLAIN,
+    "temperature": SamplingParams(temperature=0.7),
+    "hot": SamplingParams(temperature=1.6),
+    "top_k": SamplingParams(top_k=2),
+    "top_p": SamplingParams(temperature=0.7, top_p=0.9),
+    "min_p": SamplingParams(min_p=0.25),
+    "all": SamplingParams(temperature=1.3, top_k=3, top_p=0.95, min_p=0.05),
+    "greedy": SamplingParams(temperature=0.0),
+}
+
+
+def row(p: SamplingParams) -> SamplingTensors:
+    return sampling_tensors([p], CPU)
+
+
+def random_logits(seed: int, vocab: int, spread: float = 1.5) -> Conditional:
+    """A language model in a hash: each prefix has logits of its own."""
+
+    @lru_cache(maxsize=None)
+    def logits(prefix: tuple[int, ...]) -> Tensor:
+        rng = random.Random(f"{seed}/{prefix}")
+        return torch.tensor([rng.gauss(0, spread) for _ in range(vocab)], dtype=torch.float64)
+
+    return logits
+
+
+def masked_logits(base: Conditional, keep: Conditional) -> Conditional:
+    """`base` with the tokens of probability zero where `keep` says 0."""
+    return lambda prefix: base(prefix).masked_fill(keep(prefix) == 0, -torch.inf)
+
+
+def processed(logits: Conditional, p: SamplingParams) -> Conditional:
+    """By the function the engine uses."""
+    return lru_cache(maxsize=None)(lambda prefix: process_logits(logits(prefix)[None], row(p)).softmax(-1)[0])
+
+
+def by_hand(logits: Conditional, p: SamplingParams) -> Conditional:
+    """The same distribution from plain Python: what the law is compared with."""
+    return lru_cache(maxsize=None)(lambda prefix: torch.tensor(reference(logits(prefix).tolist(), p), dtype=torch.float64))
+
+
+def chain(n: int) -> TreeShape:
+    return tree_shape(n, 1, n + 1)
+
+
+def tree(shape: TreeShape) -> Verify:
+    return lambda t, tokens, q, lengths, u: verify_tree(t, tokens, q, shape, u)
+
+
+def gap(outcomes: Outcomes, given_target: Conditional, true_target: Conditional, verify: Verify = verify_chain) -> float:
+    """Worst difference over the joint laws of the first 1, 2 and 3 tokens, and over single drafts if one-hot."""
+    laws = committed(outcomes, given_target, verify)
+    assert all(abs(sum(law.values()) - 1) < 1e-6 for law in laws)
+    return max(worst_gap(law, true_target, count) for law in laws for count in (1, 2, 3))
+
+
+# -- chains
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("name", PROCESSED)
+def test_rows_13_14_17_sampled_chains_follow_the_processed_target(depth: int, name: str) -> None:
+    vocab, p = (5 if depth < 3 else 4), PROCESSED[name]
+    target, drafter = random_logits(1, vocab), random_logits(2, vocab)
+    outcomes = draw_outcomes(chain(depth), drafter, row(p))
+    assert gap(outcomes, processed(target, p), by_hand(target, p)) < 1e-6
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("name", PROCESSED)
+def test_rows_13_14_17_every_single_one_hot_chain_is_lossless(depth: int, name: str) -> None:
+    vocab, p = (6, 5, 4)[depth - 1], PROCESSED[name]
+    target = random_logits(3, vocab)
+    outcomes = one_hot_outcomes(chain(depth), vocab)
+    assert gap(outcomes, processed(target, p), by_hand(target, p)) < 1e-6
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3])
+@pytest.mark.parametrize("sampled", [True, False])
+def test_row_19_ragged_chains_and_the_empty_draft(length: int, sampled: bool) -> None:
+    """Rows shorter than the batch's longest draft: what lies past their length is padding, never a draft."""
+    target, vocab = processed(random_logits(4, 4), PLAIN), 4
+    if sampled:
+        outcomes = draw_outcomes(chain(3), random_logits(5, vocab), row(PLAIN))
+        outcomes.lengths.fill_(length)
+    else:
+        outcomes = one_hot_outcomes(chain(3), vocab, length)
+    assert gap(outcomes, target, target) < 1e-6
+    assert all(max(map(len, law)) == length + 1 for law in committed(outcomes, target, verify_chain))
+
+
+def test_row_19_a_draft_of_no_tokens_is_a_decode_step() -> None:
+    target = processed(random_logits(6, 5), PLAIN)
+    (law,) = committed(one_hot_outcomes(chain(0), 5), target, verify_chain)
+    assert max(abs(law.get((t,), 0.0) - float(target(())[t])) for t in range(5)) < 1e-6
+    assert set(map(len, law)) == {1}
+
+
+HALF = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+AWKWARD: dict[str, tuple[Conditional, Conditional]] = {
+    "identical": (random_logits(7, 4), random_logits(7, 4)),
+    "disjoint": (
+        masked_logits(random_logits(7, 4), lambda p: HALF),
+        masked_logits(random_logits(8, 4), lambda p: 1 - HALF),
+    ),
+    "zeros in the target": (masked_logits(random_logits(7, 4), lambda p: HALF.roll(len(p))), random_logits(8, 4)),
+    "zeros in the drafter": (random_logits(7, 4), masked_logits(random_logits(8, 4), lambda p: HALF.roll(len(p)))),
+    "certain target": (lambda p: torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf]).double(), random_logits(8, 4)),
+    "certain drafter": (random_logits(8, 4), lambda p: torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf]).double()),
+    "far apart": (random_logits(7, 4, 6.0), random_logits(8, 4, 6.0)),
+}
+SHAPES = {"chain 2": chain(2), "chain 3": chain(3), "topk 2": tree_shape(2, 2, 5), "topk 3": tree_shape(2, 3, 5)}
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_awkward_distributions(name: str, shape: str) -> None:
+    target, drafter = AWKWARD[name]
+    probs, s = processed(target, PLAIN), SHAPES[shape]
+    outcomes = draw_outcomes(s, drafter, row(PLAIN))
+    assert gap(outcomes, probs, probs, verify_chain if s.is_chain else tree(s)) < 1e-6
+
+
+def test_identical_distributions_accept_everything() -> None:
+    target, drafter = AWKWARD["identical"]
+    (law,) = committed(draw_outcomes(chain(3), drafter, row(PLAIN)), processed(target, PLAIN), verify_chain)
+    assert abs(sum(w for said, w in law.items() if len(said) == 4) - 1) < 1e-6
+
+
+def test_acceptance_is_the_sum_of_minima() -> None:
+    """What a sampled draft is for: accepted with sum(min(target, draft)), an argmax draft with the target's share."""
+    target, drafter = random_logits(1, 5), random_logits(2, 5)
+    p, q = processed(target, PLAIN)(()), processed(drafter, PLAIN)(())
+    (law,) = committed(draw_outcomes(chain(1), drafter, row(PLAIN)), processed(target, PLAIN), verify_chain)
+    accepted = sum(w for said, w in law.items() if len(said) == 2)
+    assert abs(accepted - float(torch.minimum(p, q).sum())) < 1e-6
+    laws = committed(one_hot_outcomes(chain(1), 5), processed(target, PLAIN), verify_chain)
+    for token, law in enumerate(laws):
+        assert abs(sum(w for said, w in law.items() if len(said) == 2) - float(p[token])) < 1e-6
+
+
+# -- trees
+
+TREES = {
+    "two children": (TreeShape((-1, 0, 0)), 5),
+    "three children": (TreeShape((-1, 0, 0, 0)), 5),
+    "2x2 of five": (tree_shape(2, 2, 5), 4),
+    "2x2 full": (TreeShape((-1, 0, 0, 1, 1, 2, 2)), 3),
+    "2x3 of six": (tree_shape(2, 3, 6), 3),
+    "3x2 of six": (tree_shape(3, 2, 6), 3),
+    "late sibling": (TreeShape((-1, 0, 1, 0, 3)), 4),  # a child comes before its parent's second sibling
+    "chain": (chain(3), 3),
+}
+
+
+@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("name", ["plain", "top_p", "all"])
+def test_sampled_trees_with_children_without_replacement(shape: str, name: str) -> None:
+    s, vocab = TREES[shape]
+    p, target, drafter = PROCESSED[name], random_logits(11, vocab), random_logits(12, vocab)
+    outcomes = draw_outcomes(s, drafter, row(p))
+    for kids in s.children:
+        for i, a in enumerate(kids):
+            for b in kids[i + 1 :]:  # a surplus sibling has no distribution and may repeat a token
+                real = outcomes.probs[:, b - 1].sum(-1) > 0  # type: ignore[index]
+                assert not (real & (outcomes.tokens[:, a - 1] == outcomes.tokens[:, b - 1])).any()
+    assert gap(outcomes, processed(target, p), by_hand(target, p), tree(s)) < 1e-6
+
+
+@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("name", ["plain", "top_p", "min_p", "greedy"])
+def test_every_single_one_hot_tree_is_lossless(shape: str, name: str) -> None:
+    s, vocab = TREES[shape]
+    p, target = PROCESSED[name], random_logits(13, vocab)
+    outcomes = one_hot_outcomes(s, vocab)
+    some = torch.randperm(len(outcomes.weight), generator=torch.Generator().manual_seed(0))[:40]
+    assert gap(outcomes.take(some), processed(target, p), by_hand(target, p), tree(s)) < 1e-6
+
+
+def test_more_siblings_than_the_drafter_has_tokens() -> None:
+    """top_k 2 leaves two tokens; the third and fourth sibling have no distribution and must never be accepted."""
+    s, p = TreeShape((-1, 0, 0, 0, 0)), SamplingParams(top_k=2)
+    target, drafter = random_logits(14, 5), random_logits(15, 5)
+    outcomes = draw_outcomes(s, drafter, row(p))
+    assert (outcomes.probs[:, 2:].sum(-1) == 0).all()  # type: ignore[index]
+    plain = processed(target, PLAIN)  # unfiltered, so that refusing a real token would show
+    assert gap(outcomes, plain, plain, tree(s)) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [chain(1), chain(3)])
+def test_a_chain_is_verified_alike_as_chain_and_as_tree(shape: TreeShape) -> None:
+    g = torch.Generator().manual_seed(2)
+    rows, vocab, n = 400, 5, shape.num_nodes - 1
+    target = torch.randn(rows, n + 1, vocab, generator=g).softmax(-1)
+    q = torch.randn(rows, n, vocab, generator=g).softmax(-1)
+    tokens = draw(q.flatten(0, 1), torch.rand(rows * n, generator=g, dtype=torch.float64)).unflatten(0, (rows, n))
+    u = torch.rand(rows, n + 1, generator=g, dtype=torch.float64)
+    for probs in (q, None):
+        a = verify_chain(target, tokens, probs, torch.full((rows,), n), u)
+        b = verify_tree(target, tokens, probs, shape, u)
+        assert torch.equal(a.num_accepted_tokens, b.num_accepted_tokens)
+        assert torch.equal(a.path, b.path) and torch.equal(a.next_token, b.next_token)
+
+
+# -- the same check catches wrong verifiers
+
+
+def refuted(outcomes: Outcomes, target: Conditional, verify: Verify) -> bool:
+    try:
+        return gap(outcomes, target, target, verify) > 1e-3
+    except NotConstantError:  # it accepts or draws at other points than it should
+        return True
+
+
+def rejects_to_target(t: Tensor, tokens: Tensor, q: Tensor | None, lengths: Tensor, u: Tensor) -> Verified:
+    """Row 17: on rejection drawn from the target instead of the residual."""
+    v = verify_chain(t, tokens, q, lengths, u)
+    final = t[torch.arange(len(t)), v.num_accepted_tokens]
+    return Verified(v.num_accepted_tokens, v.path, draw(final, u[:, -1]))
+
+
+def counts_all_accepts(t: Tensor, tokens: Tensor, q: Tensor | None, lengths: Tensor, u: Tensor) -> Verified:
+    """Row 8: accepted = sum of the mask, tokens after the first rejection included."""
+    assert q is not None
+    n = tokens.shape[1]
+    p_x, q_x = (x.gather(-1, tokens[..., None])[..., 0] for x in (t[:, :n], q))
+    count = (u[:, :n] * q_x < p_x).sum(-1)
+    path = torch.minimum(torch.arange(1, n + 1).expand(len(t), n), count[:, None])
+    at = torch.arange(len(t))
+    rejected = count < n
+    final = torch.where(rejected[:, None], residual(t[at, count], q[at, count.clamp_max(n - 1)]), t[at, count])
+    return Verified(count, path, draw(final, u[:, -1]))
+
+
+def takes_one_hot_for_sampled(t: Tensor, tokens: Tensor, q: Tensor | None, lengths: Tensor, u: Tensor) -> Verified:
+    """Argmax drafts checked against a softmax they were not drawn from."""
+    fake = torch.full((*tokens.shape, t.shape[-1]), 1 / t.shape[-1], dtype=t.dtype)
+    return verify_chain(t, tokens, fake, lengths, u)
+
+
+def shares_one_uniform(t: Tensor, tokens: Tensor, q: Tensor | None, lengths: Tensor, u: Tensor) -> Verified:
+    """The final draw reuses the first accept number: each is uniform, together they are not."""
+    return verify_chain(t, tokens, q, lengths, torch.cat([u[:, :-1], u[:, :1]], 1))
+
+
+def uniform_law_gap(verify: Verify) -> float:
+    """By a fine grid over two uniforms, for verifiers that break the enumeration's independence."""
+    target, drafter = processed(random_logits(1, 4), PLAIN), random_logits(2, 4)
+    outcomes = draw_outcomes(chain(1), drafter, row(PLAIN))
+    u = (torch.cartesian_prod(torch.arange(300), torch.arange(300)).double() + 0.5) / 300
+    law = torch.zeros(4, dtype=torch.float64)
+    for i, w in enumerate(outcomes.weight.tolist()):
+        o = outcomes.take(torch.full((len(u),), i))
+        table = torch.stack([target(()), target(tuple(outcomes.tokens[i].tolist()))]).expand(len(u), -1, -1)
+        v = verify(table, o.tokens, o.probs, o.lengths, u)
+        first = torch.where(v.num_accepted_tokens > 0, o.tokens[:, 0], v.next_token)
+        law += torch.bincount(first, minlength=4) / len(u) * w
+    return float((law - target(())).abs().max())
+
+
+def test_row_17_the_check_catches_wrong_chain_verifiers() -> None:
+    target = processed(random_logits(1, 4), PLAIN)
+    sampled = draw_outcomes(chain(2), random_logits(2, 4), row(PLAIN))
+    one_hot = one_hot_outcomes(chain(2), 4)
+    assert gap(sampled, target, target) < 1e-6 and gap(one_hot, target, target) < 1e-6
+    assert gap(sampled, target, target, rejects_to_target) > 1e-2
+    assert gap(one_hot, target, target, rejects_to_target) > 1e-2
+    assert gap(sampled, target, target, counts_all_accepts) > 1e-2
+    assert refuted(one_hot, target, takes_one_hot_for_sampled)
+    assert gap(sampled, target, target, lambda t, x, q, n, u: verify_chain(t, x, q, n, u, 0.3)) > 1e-3  # lossy
+    assert uniform_law_gap(verify_chain) < 5e-3 < 2e-2 < uniform_law_gap(shares_one_uniform)
+
+
+def test_row_13_the_check_catches_an_unprocessed_target() -> None:
+    logits = random_logits(1, 4)
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        p = PROCESSED[name]
+        outcomes = draw_outcomes(chain(2), random_logits(2, 4), row(p))
+        assert gap(outcomes, processed(logits, PLAIN), by_hand(logits, p)) > 1e-2
+
+
+def test_row_14_the_check_catches_a_filter_on_the_bonus_only() -> None:
+    logits, p = random_logits(1, 4), PROCESSED["min_p"]
+    raw, filtered = processed(logits, PLAIN), processed(logits, p)
+    outcomes = draw_outcomes(chain(2), random_logits(2, 4), row(PLAIN))
+    assert gap(outcomes, lambda s: filtered(s) if len(s) == 2 else raw(s), by_hand(logits, p)) > 1e-2
+
+
+def test_row_17_the_check_catches_wrong_tree_verifiers() -> None:
+    s = tree_shape(2, 2, 5)
+    target = processed(random_logits(11, 4), PLAIN)
+    outcomes = draw_outcomes(s, random_logits(12, 4), row(PLAIN))
+    first = [next(c[0] for c in s.children if node in c) for node in range(1, s.num_nodes)]
+
+    def with_replacement(t: Tensor, x: Tensor, q: Tensor | None, n: Tensor, u: Tensor) -> Verified:
+        assert q is not None  # each sibling checked against the distribution of the first
+        return verify_tree(t, x, q[:, [f - 1 for f in first]], s, u)
+
+    def rejects(t: Tensor, x: Tensor, q: Tensor | None, n: Tensor, u: Tensor) -> Verified:
+        v = verify_tree(t, x, q, s, u)
+        end = torch.where(v.num_accepted_tokens > 0, v.path[:, -1], 0)
+        return Verified(v.num_accepted_tokens, v.path, draw(t[torch.arange(len(t)), end], u[:, -1]))
+
+    assert gap(outcomes, target, target, tree(s)) < 1e-6
+    assert gap(outcomes, target, target, rejects) > 1e-2
+    assert refuted(outcomes, target, with_replacement) and not refuted(outcomes, target, tree(s))
+
+
+# -- single cases
+
+
+def test_row_8_accepts_after_the_first_rejection_do_not_count() -> None:
+    mask = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
+    assert leading_accepts(mask).tolist() == [1, 4, 0, 2]
+    assert leading_accepts(torch.zeros(2, 0, dtype=torch.bool)).tolist() == [0, 0]
+
+
+@given(st.lists(st.booleans(), max_size=8))
+def test_row_8_any_mask(mask: list[bool]) -> None:
+    expected = mask.index(False) if False in mask else len(mask)
+    assert leading_accepts(torch.tensor([mask], dtype=torch.bool).reshape(1, -1)).item() == expected
+
+
+def test_row_15_a_greedy_row_beside_a_sampled_one() -> None:
+    """Temperature 0: accepted exactly while the draft is the argmax; never -1, never NaN."""
+    logits = torch.tensor([[[0.0, 3.0, 1.0], [2.0, 0.0, 1.0], [0.0, 1.0, 5.0]]]).repeat(3, 1, 1)
+    s = sampling_tensors([SamplingParams(temperature=0.0)] * 2 + [PLAIN], CPU).repeat(3)
+    target = process_logits(logits.flatten(0, 1), s).softmax(-1).unflatten(0, (3, 3))
+    tokens = torch.tensor([[1, 0], [1, 2], [1, 0]])
+    u = torch.full((3, 3), 0.999999, dtype=torch.float64)
+    for probs in (None, torch.zeros(3, 2, 3).scatter_(-1, tokens[..., None], 1.0)):
+        v = verify_chain(target, tokens, probs, torch.tensor([2, 2, 2]), u)
+        assert v.num_accepted_tokens[:2].tolist() == [2, 1] and v.next_token[:2].tolist() == [2, 0]
+        assert 0 <= v.num_accepted_tokens[2] <= 2
+
+
+@given(st.integers(0, 10_000))
+def test_residual_is_a_distribution_without_what_was_refused(seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    p, q = (torch.randn(6, generator=g).mul(3).softmax(-1) for _ in range(2))
+    p = torch.where(torch.rand(6, generator=g) < 0.4, 0.0, p)
+    p = p / p.sum() if p.sum() > 0 else torch.eye(6)[0]
+    rest = residual(p, q)
+    assert torch.isclose(rest.sum(), torch.tensor(1.0), atol=1e-5) and (rest >= 0).all()
+    if (p > q).any():
+        assert (rest[p <= q] == 0).all()
+    assert torch.equal(residual(p, p), p)  # nothing left: rejection has probability zero
+
+
+@given(st.integers(0, 10_000), st.integers(0, 5), st.booleans())
+def test_chain_answers_are_well_formed_for_any_input(seed: int, n: int, sampled: bool) -> None:
+    """Float32 as in the engine, distributions with zeros and ragged lengths."""
+    g = torch.Generator().manual_seed(seed)
+    rows, vocab = 6, 5
+    logits = torch.randn(rows, n + 1, vocab, generator=g) * 4
+    target = logits.masked_fill(torch.rand(logits.shape, generator=g) < 0.3, -1e9).softmax(-1)
+    q = torch.randn(rows, n, vocab, generator=g).softmax(-1)
+    tokens = torch.randint(0, vocab, (rows, n), generator=g)
+    lengths = torch.randint(0, n + 1, (rows,), generator=g)
+    u = torch.rand(rows, n + 1, generator=g, dtype=torch.float64)
+    v = verify_chain(target, tokens, q if sampled else None, lengths, u)
+    assert (v.num_accepted_tokens >= 0).all() and (v.num_accepted_tokens <= lengths).all()
+    at = target[torch.arange(rows), v.num_accepted_tokens]
+    assert (at.gather(1, v.next_token[:, None]) > 0).all()
+    assert (v.path <= v.num_accepted_tokens[:, None]).all()
+    for r in range(rows):
+        for j in range(int(v.num_accepted_tokens[r])):
+            assert target[r, j, tokens[r, j]] > 0 and v.path[r, j] == j + 1
+
+
+def test_row_18_a_threshold_accepts_more_and_is_off_by_default() -> None:
+    target = torch.tensor([[[0.4, 0.6], [0.5, 0.5]]])
+    tokens, u = torch.tensor([[0]]), torch.tensor([[0.9, 0.1]], dtype=torch.float64)
+    assert verify_chain(target, tokens, None, torch.tensor([1]), u).num_accepted_tokens.item() == 0
+    assert verify_chain(target, tokens, None, torch.tensor([1]), u, 0.3).num_accepted_tokens.item() == 1
+    assert verify_chain(target, tokens, None, torch.tensor([1]), u, 0.5).num_accepted_tokens.item() == 0
