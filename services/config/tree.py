@@ -14,6 +14,7 @@ from services.config.schema import ClusterConfig
 
 Path = tuple[str | int, ...]
 TAG = "type"  # the discriminator of every variant in the schema
+KINDS = (TAG, "drafter")  # keys that say what a mapping is: a strategy with another drafter is another strategy
 
 
 def dotted(path: Path) -> str:
@@ -59,7 +60,8 @@ def pick(variants: tuple[type[BaseModel], ...], value: Mapping[str, Any]) -> typ
 
 def merged(section: type[BaseModel], base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`over` on top of `base`, key by key. Default tags are written out, so that files can leave them out; another
-    variant replaces the old one's mapping, whose keys mean nothing to it; an empty section changes nothing."""
+    variant (or a strategy with another drafter) replaces the old one's mapping, whose keys mean nothing to it; an empty
+    section changes nothing."""
     result = dict(base)
     for name, value in over.items():
         known = name in section.model_fields
@@ -79,8 +81,8 @@ def _merged_field(owner: type[BaseModel], name: str, old: Any, new: Any) -> Any:
     if not isinstance(old, Mapping):
         tag = default_variant(owner, name)
         old = {} if tag is None else {TAG: tag}
-    if TAG in new and new[TAG] != old.get(TAG):
-        old = {}
+    if any(kind in new and new[kind] != old.get(kind) for kind in KINDS):
+        old = {}  # its other keys belong to what it was
     section = pick(variants, {**old, **new}) if variants else None
     return {**old, **new} if section is None else merged(section, old, new)
 

@@ -44,7 +44,7 @@ class SuffixIndex:
         contexts = self._maps.get(key)
         if not contexts:
             return []
-        tail, proposed = list(tokens[-self.max_match :]), []
+        tail, proposed = list(tokens[-self.max_match :]), list[int]()
         while len(proposed) < depth:
             follower = self._follower(contexts, tail)
             if follower is None:

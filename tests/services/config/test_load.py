@@ -18,6 +18,7 @@ from services.config.schema import (
     NativeEngine,
     ReasoningGymData,
     SGLangEngine,
+    StrategyConfig,
 )
 from services.config.tree import all_keys
 from services.core.errors import ConfigError
@@ -105,6 +106,18 @@ def test_changing_the_type_drops_the_old_variants_keys(tmp_path: Path) -> None:
     assert load_config(preset, overrides=["rollout.engine.type=sglang"]).rollout.engine == SGLangEngine()
     config = load_config(overrides=["data.source.path=prompts.jsonl", "data.source.type=file"])
     assert config.data.source == FileData(path=Path("prompts.jsonl"))
+
+
+def test_another_drafter_makes_another_strategy(tmp_path: Path) -> None:
+    preset = written(
+        tmp_path,
+        "preset.yaml",
+        "speculation: {selector: {strategy: {drafter: eagle, depth: 3, num_draft_tokens: 4, sampled: false}}}",
+    )
+    off = load_config(preset, overrides=["speculation.selector.strategy.drafter=off"])
+    assert off.speculation.strategies == (StrategyConfig(),)
+    deeper = load_config(preset, overrides=["speculation.selector.strategy={depth: 5, num_draft_tokens: 6}"])
+    assert deeper.speculation.strategies[0].drafter == "eagle" and not deeper.speculation.strategies[0].sampled
 
 
 def test_a_key_of_another_variant_says_so() -> None:

@@ -9,17 +9,17 @@ from services.models.drafter import EagleDrafter, draft_forward, drafter_names, 
 from services.models.kv import KVStore
 from services.models.layers import RopeTable
 from services.models.target import check_tensors
-from services.rollout.rows import causal_tail
-from tests.services.models.tiny import CPU, FAMILIES, random_drafter, spec_of, tensors_of, tiny_model
+from tests.services.models.tiny import CPU, FAMILIES, causal_mask, random_drafter, spec_of, tensors_of, tiny_model
 
 
 def run(tensors: dict[str, Tensor], model, embeds: Tensor, hidden: Tensor) -> Tensor:
     spec, length = spec_of(model), embeds.shape[1]
     at = torch.arange(length)[None]
     kv = KVStore(spec, 1, 1, length, CPU, torch.float32)
-    attend = kv.attend(0, at, causal_tail(torch.tensor([0]), length, torch.float32))
+    attend = kv.attend(0, at, causal_mask(0, length))
     rope = RopeTable(spec, length, CPU, torch.float32).at(at)
-    return draft_forward(tensors["fc.weight"], fuse_drafter(tensors, spec), drafter_spec(spec), embeds, hidden, rope, attend)
+    layer = fuse_drafter(tensors, spec)
+    return draft_forward(tensors["fc.weight"], layer, drafter_spec(spec), embeds, hidden, rope, attend)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

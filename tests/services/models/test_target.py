@@ -9,8 +9,7 @@ from services.models.drafter import drafter_names
 from services.models.kv import KVStore
 from services.models.layers import ModelSpec, model_spec
 from services.models.target import TargetModel, check_tensors, target_names
-from services.rollout.rows import tail_mask
-from tests.services.models.tiny import CPU, FAMILIES, SHAPE, spec_of, tensors_of, tiny_model, tiny_target
+from tests.services.models.tiny import CPU, FAMILIES, SHAPE, causal_mask, spec_of, tensors_of, tiny_model, tiny_target
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -35,7 +34,7 @@ def forward_all(target: TargetModel, ids: Tensor, pieces: tuple[int, ...]) -> Te
     out, start = [], 0
     for size in pieces:
         at = torch.arange(start, start + size).expand(rows, size)
-        mask = tail_mask(torch.full((rows,), start), torch.ones(size, size).tril().bool(), start + size, torch.float32)
+        mask = causal_mask(start, size).expand(rows, -1, -1, -1)
         out.append(target.forward(ids[:, start : start + size], at, kv, at, mask))
         start += size
     assert start == length
@@ -45,17 +44,14 @@ def forward_all(target: TargetModel, ids: Tensor, pieces: tuple[int, ...]) -> Te
 @pytest.mark.parametrize(("kind", "extra"), VARIANTS, ids=lambda v: str(v) if isinstance(v, str) else "-".join(v))
 def test_forward_equals_transformers(kind: str, extra: dict) -> None:
     rope = extra.get("rope_parameters")
-    model = tiny_model(kind, 40, **{k: v for k, v in extra.items() if k != "rope_parameters"}) if rope is None else None
-    if model is None:
-        tiny_model.cache_clear()
-        model = tiny_model.__wrapped__(kind, 40, rope_parameters=dict(rope))
+    model = tiny_model.__wrapped__(kind, 40, **extra)  # uncached: rope parameters are a dictionary
     ids = torch.randint(0, 40, (2, 90), generator=torch.Generator().manual_seed(3))
     expected = model(input_ids=ids).logits
     target = tiny_target(model)
     for pieces in ((90,), (1, 60, 1, 28)):
         assert (forward_all(target, ids, pieces) - expected).abs().max() < 1e-4
     if rope is not None:  # and the scaling does something that an unscaled model would be caught by
-        plain = tiny_model.__wrapped__(kind, 40)
+        plain = tiny_model(kind, 40)
         assert (plain(input_ids=ids).logits - expected).abs().max() > 1e-2
 
 

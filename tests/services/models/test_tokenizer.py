@@ -90,9 +90,9 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "b"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    with pytest.raises(DataError, match="tokenizer.json is missing"):
+    with pytest.raises(DataError, match=r"tokenizer\.json is missing"):
         load_tokenizer(str(folder))
-    with pytest.raises(DataError, match="config.json is missing"):
+    with pytest.raises(DataError, match=r"config\.json is missing"):
         load_tokenizer(str(tmp_path / "nowhere"))
 
 
@@ -114,6 +114,7 @@ def test_a_chat_template_is_rendered_with_the_generation_prompt(tmp_path: Path) 
     tokenizer = load_tokenizer(folder)
     with pytest.raises(DataError, match="no chat template"):
         tokenizer.render("hi", chat_template=True)
-    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    turns = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    template = turns + "{% if add_generation_prompt %}>{% endif %}"
     file.write_text(json.dumps(settings | {"chat_template": template}))
     assert tokenizer.decode(load_tokenizer(folder).render("hi", chat_template=True)) == "[user]hi>"

@@ -60,6 +60,11 @@ def tiny_target(model: PreTrainedModel, columns: int = 400, load: bool = True) -
     return target
 
 
+def causal_mask(start: int, size: int) -> Tensor:
+    """Additive [1,1,size,start+size] for `size` queries behind `start` known columns."""
+    return torch.full((size, start + size), -torch.inf).triu(start + 1)[None, None]
+
+
 def random_drafter(spec: ModelSpec, scale: float = 1.0, seed: int = 0) -> dict[str, Tensor]:
     """EAGLE tensors: `scale` 0 draws from flat logits, 1 is of the target's own size, 5 is loud nonsense."""
     drafter = EagleDrafter(spec)

@@ -33,7 +33,10 @@ def strategy(drafter: str, depth: int, topk: int = 1, nodes: int | None = None, 
 
 CHAINS = [strategy("eagle", d, sampled=s) for d, s in ((1, True), (1, False), (3, True), (4, False))]
 TREES = [
-    strategy("eagle", d, k, n, s) for d, k, n, s in ((1, 3, 4, True), (2, 2, 7, True), (3, 2, 6, False), (3, 4, 12, True))
+    strategy("eagle", 1, 3, 4),
+    strategy("eagle", 2, 2, 7),
+    strategy("eagle", 3, 2, 6, sampled=False),
+    strategy("eagle", 3, 4, 12),
 ]
 SUFFIX = [strategy("suffix", 2), strategy("suffix", 6)]
 EVERY = [OFF, *CHAINS, *TREES, *SUFFIX]

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from services.config.schema import Bucket, EpsilonGreedySelector, SpeculationConfig, StrategyConfig
@@ -106,20 +107,23 @@ def scripts(kind: str, works: list) -> dict[str, Callable[[list[int], int], list
     model, vocab, rng = target(kind), VOCAB[kind], random.Random(5)
     paths: dict[Ids, list[int]] = {w.prompt.token_ids: reference(model, w.prompt.token_ids, 24)[0] for w in works}
 
-    def ahead(tokens: list[int], depth: int) -> list[int]:
+    least: dict[Ids, list[int]] = {}
+    for ids, path in paths.items():
+        logits = model(input_ids=torch.tensor([[*ids, *path]])).logits[0, len(ids) - 1 : -1]
+        least[ids] = logits.argmin(-1).tolist()
+
+    def follow(known: dict[Ids, list[int]], tokens: list[int], depth: int) -> list[int]:
         for ids, path in paths.items():
             said = tokens[len(ids) :]
             if tuple(tokens[: len(ids)]) == ids and path[: len(said)] == said:
-                return path[len(said) : len(said) + depth]
+                return known[ids][len(said) : len(said) + depth]
         raise AssertionError(f"{tokens} has left the greedy path")
 
-    def worst(tokens: list[int], depth: int) -> list[int]:
-        import torch
+    def ahead(tokens: list[int], depth: int) -> list[int]:
+        return follow(paths, tokens, depth)
 
-        said = list(tokens)
-        for _ in range(depth):
-            said.append(int(model(input_ids=torch.tensor([said])).logits[0, -1].argmin()))
-        return said[len(tokens) :]
+    def worst(tokens: list[int], depth: int) -> list[int]:
+        return follow(least, tokens, depth)
 
     def partly(tokens: list[int], depth: int) -> list[int]:
         right = ahead(tokens, depth)
@@ -206,7 +210,7 @@ def test_every_batch_size_with_a_switch_of_strategy_every_round(batch: int) -> N
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_epsilon_greedy_selector(kind: str) -> None:
     arms = tuple(
-        StrategyConfig(drafter=s.drafter, depth=s.depth, topk=s.topk, num_draft_tokens=s.num_draft_tokens, sampled=s.sampled)
+        StrategyConfig(drafter=s.drafter, depth=s.depth, topk=s.topk, num_draft_tokens=s.num_draft_tokens)
         for s in (OFF, CHAINS[2], TREES[1], SUFFIX[0])
     )
     buckets = (Bucket(strategies=arms), Bucket(min_running=4, strategies=arms[:2]))

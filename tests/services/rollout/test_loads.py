@@ -88,8 +88,8 @@ def test_drafter_loads_mid_response_change_nothing_but_speed(kind: str, s: Draft
             found[r.rollout_id] = r
     found |= finish(engine)
     check_all(model, found)
-    assert {r.drafter_versions for r in found.values() if len(r.drafter_versions) > 4} <= {(0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 4)}
     assert all(r.drafter_versions == tuple(range(len(r.drafter_versions))) for r in found.values())
+    assert max(len(r.drafter_versions) for r in found.values()) == 6
     assert all(r.policy_versions == (0,) for r in found.values())
 
 
@@ -106,7 +106,8 @@ def test_both_kinds_of_load_and_a_switch_in_every_round() -> None:
             engine.load_policy(n, tensors_of(models[version]))
         engine.load_drafter(n, random_drafter(spec_of(models[0]), seed=n))
         done = engine.step()
-        after = {r.rollout_id: r.num_tokens for r in engine.running()} | {r.rollout_id: len(r.response_ids) for r in done}
+        after = {r.rollout_id: r.num_tokens for r in engine.running()}
+        after |= {r.rollout_id: len(r.response_ids) for r in done}
         for key, count in after.items():
             served.setdefault(key, [0] * before[key]).extend([version] * (count - before[key]))
         found |= {r.rollout_id: r for r in done}
@@ -147,7 +148,10 @@ def bad_drafters(good: dict[str, Tensor], policy: dict[str, Tensor]) -> dict[str
     }
 
 
-@pytest.mark.parametrize("what", bad_drafters(random_drafter(spec_of(model_of("llama"))), tensors_of(model_of("llama"))))
+BAD_DRAFTERS = list(bad_drafters(random_drafter(spec_of(model_of("llama"))), tensors_of(model_of("llama"))))
+
+
+@pytest.mark.parametrize("what", BAD_DRAFTERS)
 def test_row_30_a_refused_drafter_changes_neither_output_nor_speed(what: str) -> None:
     model = model_of("llama")
     policy, good = tensors_of(model), random_drafter(spec_of(model), seed=5)

@@ -16,7 +16,19 @@ from services.speculation.strategy import OFF, DraftStrategy
 from services.speculation.suffix_index import SuffixIndex
 from tests.services.models.test_sampling import reference
 from tests.services.models.tiny import FAMILIES, random_drafter, spec_of, tensors_of, tiny_model
-from tests.services.rollout.engines import CHAINS, EVERY, SUFFIX, TREES, Ids, Scripted, Switching, finish, group, make_engine, prompts
+from tests.services.rollout.engines import (
+    CHAINS,
+    EVERY,
+    SUFFIX,
+    TREES,
+    Ids,
+    Scripted,
+    Switching,
+    finish,
+    group,
+    make_engine,
+    prompts,
+)
 
 SMALL = 6
 STOP = 4
@@ -169,7 +181,8 @@ def test_the_same_seed_gives_the_same_rollout_whatever_the_neighbours() -> None:
 
 def test_different_seeds_differ_and_any_integer_is_a_seed() -> None:
     p = SamplingParams(max_tokens=12)
-    found = answers([group((1, 2), 8, p, first_seed=-4), group((1, 2), 8, p, first_seed=2**64 - 4, name="wrapped")], rows=16)
+    wrapped = group((1, 2), 8, p, first_seed=2**64 - 4, name="wrapped")
+    found = answers([group((1, 2), 8, p, first_seed=-4), wrapped], rows=16)
     by_seed = {r.seed: r.response_ids for r in found.values()}
     assert len(set(by_seed.values())) >= 8
     assert all(by_seed[seed] == by_seed[seed % 2**64] for seed in (-4, -3, -2, -1))

@@ -102,8 +102,8 @@ def child_draws(logits: Tensor, sampling: SamplingTensors, count: int) -> list[t
     for i in range(count):
         grown = []
         for share, left, right in prefixes:
-            pad = [0.5] * (count - i)
-            _, probs = draw_children(logits[None], sampling, count, True, torch.tensor([left + pad], dtype=torch.float64))
+            u = torch.tensor([left + [0.5] * (count - i)], dtype=torch.float64)
+            _, probs = draw_children(logits[None], sampling, count, True, u)
             assert probs is not None
             cut = probs[0, i].double().cumsum(-1)
             lows, highs, widths = cells(cut[None, :-1] / cut[-1] if cut[-1] > 0 else cut[None, :0])
@@ -182,19 +182,18 @@ def committed(outcomes: Outcomes, target: Conditional, verify: Verify) -> list[L
     ratio, last = rests(outcomes, table)
     nodes = ratio.shape[1]
     # stage 1: all accept patterns
-    low, high, width = (
-        torch.stack(parts, -1) for parts in zip(*(cells(ratio[:, j : j + 1]) for j in range(nodes)), strict=True)
-    ) if nodes else (torch.zeros(len(ratio), 1, 0, dtype=torch.float64),) * 3
+    none = torch.zeros(len(ratio), 2, 0, dtype=torch.float64)  # a draft of no tokens has no accept numbers
+    each = [cells(ratio[:, j : j + 1]) for j in range(nodes)]
+    low, high, width = (torch.stack(parts, -1) for parts in zip(*each, strict=True)) if nodes else (none, none, none)
     pattern = torch.tensor(list(itertools.product((0, 1), repeat=nodes)), dtype=torch.long).reshape(2**nodes, nodes)
     source = torch.arange(len(ratio)).repeat_interleave(len(pattern))
     picks = pattern.repeat(len(ratio), 1)
 
     def pick(x: Tensor) -> Tensor:
-        return x[source].gather(1, picks[:, None, :])[:, 0] if nodes else torch.zeros(len(source), 0, dtype=torch.float64)
+        return x[source].gather(1, picks[:, None, :])[:, 0]
 
-    weight = outcomes.weight[source] * pick(width).prod(-1) if nodes else outcomes.weight[source]
-    lows, highs = pick(low), pick(high)
-    alive = (pick(width) > NARROW).all(-1) if nodes else torch.ones(len(source), dtype=torch.bool)
+    weight = outcomes.weight[source] * pick(width).prod(-1)
+    lows, highs, alive = pick(low), pick(high), (pick(width) > NARROW).all(-1)
     source, weight, lows, highs = source[alive], weight[alive], lows[alive], highs[alive]
     half = torch.full((len(source), 1), 0.5, dtype=torch.float64)
     first = _call(verify, outcomes, table, source, torch.cat([lows, half], 1))

@@ -11,8 +11,11 @@ from tests.services.models.tiny import CPU
 from tests.services.speculation.enumeration import child_draws
 
 MIXED = [
-    SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(temperature=0.6, top_k=3), SamplingParams(top_k=1),
-]  # fmt: skip
+    SamplingParams(),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.6, top_k=3),
+    SamplingParams(top_k=1),
+]
 
 
 def test_one_child_has_exactly_the_processed_distribution() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.speculation.tree import TreeShape, tree_shape
+from services.speculation.tree import TreeShape, level_order, tree_shape
 
 SIZES = st.tuples(st.integers(1, 7), st.integers(1, 5), st.integers(2, 40))
 
@@ -41,7 +41,7 @@ def test_a_node_sees_its_ancestors_and_itself(size: tuple[int, int, int]) -> Non
 
 @given(SIZES)
 def test_the_most_promising_nodes_are_kept(size: tuple[int, int, int]) -> None:
-    """No left-out child of a kept node beats a kept one, and a smaller budget keeps a prefix of a larger one's nodes."""
+    """No left-out child of a kept node beats a kept one, and a larger budget only adds nodes."""
     depth, topk, nodes = size
     s = tree_shape(depth, topk, nodes)
 
@@ -73,3 +73,17 @@ def test_no_draft_is_the_root_alone() -> None:
 def test_impossible_shapes_are_refused(parents: tuple[int, ...]) -> None:
     with pytest.raises(AssertionError):
         TreeShape(parents)
+
+
+@given(SIZES)
+def test_level_order_is_the_same_tree_with_siblings_side_by_side(size: tuple[int, int, int]) -> None:
+    s = tree_shape(*size)
+    ordered = level_order(s)
+
+    def structure(shape: TreeShape, node: int = 0) -> tuple:
+        return tuple(structure(shape, child) for child in shape.children[node])
+
+    assert structure(ordered) == structure(s)  # rank by rank: the order in which siblings are drawn is kept
+    assert list(ordered.depths) == sorted(ordered.depths)
+    drawn = [c for level in ordered.levels for n in level for c in ordered.children[n]]
+    assert drawn == list(range(1, s.num_nodes))

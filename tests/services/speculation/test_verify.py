@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.core.types import SamplingParams
 from services.models.sampling import SamplingTensors, draw, process_logits, sampling_tensors
-from services.speculation.tree import TreeShape, tree_shape
+from services.speculation.tree import TreeShape, level_order, tree_shape
 from services.speculation.verify import Verified, leading_accepts, residual, verify_chain, verify_tree
 from tests.services.models.test_sampling import reference
 from tests.services.models.tiny import CPU
@@ -48,7 +48,7 @@ def row(p: SamplingParams) -> SamplingTensors:
 def random_logits(seed: int, vocab: int, spread: float = 1.5) -> Conditional:
     """A language model in a hash: each prefix has logits of its own."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def logits(prefix: tuple[int, ...]) -> Tensor:
         rng = random.Random(f"{seed}/{prefix}")
         return torch.tensor([rng.gauss(0, spread) for _ in range(vocab)], dtype=torch.float64)
@@ -63,12 +63,12 @@ def masked_logits(base: Conditional, keep: Conditional) -> Conditional:
 
 def processed(logits: Conditional, p: SamplingParams) -> Conditional:
     """By the function the engine uses."""
-    return lru_cache(maxsize=None)(lambda prefix: process_logits(logits(prefix)[None], row(p)).softmax(-1)[0])
+    return cache(lambda prefix: process_logits(logits(prefix)[None], row(p)).softmax(-1)[0])
 
 
 def by_hand(logits: Conditional, p: SamplingParams) -> Conditional:
     """The same distribution from plain Python: what the law is compared with."""
-    return lru_cache(maxsize=None)(lambda prefix: torch.tensor(reference(logits(prefix).tolist(), p), dtype=torch.float64))
+    return cache(lambda prefix: torch.tensor(reference(logits(prefix).tolist(), p), dtype=torch.float64))
 
 
 def chain(n: int) -> TreeShape:
@@ -79,7 +79,9 @@ def tree(shape: TreeShape) -> Verify:
     return lambda t, tokens, q, lengths, u: verify_tree(t, tokens, q, shape, u)
 
 
-def gap(outcomes: Outcomes, given_target: Conditional, true_target: Conditional, verify: Verify = verify_chain) -> float:
+def gap(
+    outcomes: Outcomes, given_target: Conditional, true_target: Conditional, verify: Verify = verify_chain
+) -> float:
     """Worst difference over the joint laws of the first 1, 2 and 3 tokens, and over single drafts if one-hot."""
     laws = committed(outcomes, given_target, verify)
     assert all(abs(sum(law.values()) - 1) < 1e-6 for law in laws)
@@ -129,6 +131,7 @@ def test_row_19_a_draft_of_no_tokens_is_a_decode_step() -> None:
 
 
 HALF = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+FIRST = torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf], dtype=torch.float64)
 AWKWARD: dict[str, tuple[Conditional, Conditional]] = {
     "identical": (random_logits(7, 4), random_logits(7, 4)),
     "disjoint": (
@@ -137,8 +140,8 @@ AWKWARD: dict[str, tuple[Conditional, Conditional]] = {
     ),
     "zeros in the target": (masked_logits(random_logits(7, 4), lambda p: HALF.roll(len(p))), random_logits(8, 4)),
     "zeros in the drafter": (random_logits(7, 4), masked_logits(random_logits(8, 4), lambda p: HALF.roll(len(p)))),
-    "certain target": (lambda p: torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf]).double(), random_logits(8, 4)),
-    "certain drafter": (random_logits(8, 4), lambda p: torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf]).double()),
+    "certain target": (lambda p: FIRST, random_logits(8, 4)),
+    "certain drafter": (random_logits(8, 4), lambda p: FIRST),
     "far apart": (random_logits(7, 4, 6.0), random_logits(8, 4, 6.0)),
 }
 SHAPES = {"chain 2": chain(2), "chain 3": chain(3), "topk 2": tree_shape(2, 2, 5), "topk 3": tree_shape(2, 3, 5)}
@@ -182,6 +185,7 @@ TREES = {
     "3x2 of six": (tree_shape(3, 2, 6), 3),
     "late sibling": (TreeShape((-1, 0, 1, 0, 3)), 4),  # a child comes before its parent's second sibling
     "chain": (chain(3), 3),
+    "3x2 level by level": (level_order(tree_shape(3, 2, 6)), 3),  # as the EAGLE drafter numbers its nodes
 }
 
 
