@@ -46,9 +46,11 @@ def draw_children(
 
 
 def _without(probs: Tensor, token: Tensor) -> Tensor:
+    """What is left, normalised; nothing where that is too little to divide by. A sibling recorded with less than the
+    probability it was drawn with would be accepted too often."""
     left = probs.scatter(-1, token[:, None], 0.0)
-    total = left.sum(-1, keepdim=True)
-    return torch.where(total > 0, left / total.clamp_min(torch.finfo(left.dtype).tiny), torch.zeros_like(left))
+    total, least = left.sum(-1, keepdim=True), torch.finfo(left.dtype).tiny
+    return torch.where(total >= least, left / total.clamp_min(least), torch.zeros_like(left))
 
 
 def _greedy_siblings(

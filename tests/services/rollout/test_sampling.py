@@ -179,6 +179,20 @@ def test_the_same_seed_gives_the_same_rollout_whatever_the_neighbours() -> None:
             assert r.rollout_logprobs == pytest.approx(together[key].rollout_logprobs, abs=1e-5)
 
 
+def test_seeds_stay_with_their_rollouts_when_rows_move() -> None:
+    """Ragged lengths: rows end one by one, and the last row moves into each gap with the stream it has used so far."""
+    budgets = (2, 14, 5, 12, 1, 9, 14, 3)
+    work = [
+        group(ids, 1, SamplingParams(max_tokens=budget), first_seed=40 * n, name=f"g{n}")
+        for n, (ids, budget) in enumerate(zip(prompts(32, 8, seed=6), budgets, strict=True))
+    ]
+    together = answers(work, rows=8)
+    for w in work:
+        (alone,) = answers([w], rows=1).values()
+        assert alone.response_ids == together[alone.rollout_id].response_ids
+        assert len(alone.response_ids) == w.sampling.max_tokens
+
+
 def test_different_seeds_differ_and_any_integer_is_a_seed() -> None:
     p = SamplingParams(max_tokens=12)
     wrapped = group((1, 2), 8, p, first_seed=2**64 - 4, name="wrapped")

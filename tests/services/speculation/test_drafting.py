@@ -62,6 +62,18 @@ def test_rows_do_not_disturb_each_other_and_surplus_siblings_are_empty(seed: int
     assert (probs[3, 1:].sum(-1) == 0).all()  # top_k 1: one token, no second sibling
 
 
+@given(st.integers(0, 10_000), st.floats(1, 60))
+def test_what_siblings_are_drawn_from_is_a_distribution_or_nothing(seed: int, spread: float) -> None:
+    """However certain the drafter: each recorded distribution sums to one, or to zero and is refused."""
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(16, 6, generator=g) * spread
+    u = torch.rand(16, 4, generator=g, dtype=torch.float64)
+    _, probs = draw_children(logits, sampling_tensors([SamplingParams(temperature=0.3)] * 16, CPU), 4, True, u)
+    assert probs is not None
+    mass = probs.double().sum(-1)
+    assert (((mass - 1).abs() < 1e-5) | (mass == 0)).all()
+
+
 def test_argmax_children_are_the_best_and_have_no_distribution() -> None:
     logits = torch.tensor([[0.0, 5.0, 3.0, 4.0], [9.0, 1.0, 2.0, 8.0]])
     for sampled, u in ((False, None), (False, torch.rand(2, 3).double()), (True, None)):

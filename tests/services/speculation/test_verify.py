@@ -223,6 +223,17 @@ def test_more_siblings_than_the_drafter_has_tokens() -> None:
     assert gap(outcomes, plain, plain, tree(s)) < 1e-6
 
 
+@pytest.mark.parametrize("gap_in_logits", [16.0, 60.0, 86.0, 90.0, 95.0, 102.0, 110.0, 400.0])
+def test_siblings_of_a_nearly_certain_drafter(gap_in_logits: float) -> None:
+    """Float32 as in the engine: what the first sibling leaves may be too small a number to be divided by (at
+    temperature 0.1 a gap of 9 logits does it). A sibling drawn from it must be recorded as it was drawn, or refused."""
+    s = TreeShape((-1, 0, 0))
+    target = processed(random_logits(16, 4), PLAIN)
+    sure = torch.tensor([0.0, -gap_in_logits, -gap_in_logits - 1, -gap_in_logits - 2], dtype=torch.float32)
+    outcomes = draw_outcomes(s, lambda prefix: sure, row(PLAIN))
+    assert gap(outcomes, target, target, tree(s)) < 1e-6
+
+
 @pytest.mark.parametrize("shape", [chain(1), chain(3)])
 def test_a_chain_is_verified_alike_as_chain_and_as_tree(shape: TreeShape) -> None:
     g = torch.Generator().manual_seed(2)

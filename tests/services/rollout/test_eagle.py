@@ -1,0 +1,112 @@
+"""What the EAGLE drafter proposes: losslessness hides a wrong drafter (it is slow, never wrong), so its distributions
+are checked against the network run plainly, the whole sequence again for each node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.core.types import SamplingParams
+from services.models.drafter import draft_forward, drafter_spec, fuse_drafter
+from services.models.kv import KVStore
+from services.models.layers import RopeTable
+from services.models.sampling import process_logits, sampling_tensors
+from services.rollout.native import NativeEngine
+from services.speculation.strategy import DraftStrategy
+from tests.services.models.tiny import CPU, FAMILIES, causal_mask, random_drafter, spec_of, tiny_model
+from tests.services.rollout.engines import CHAINS, TREES, group, make_engine, prompts
+
+VOCAB = 32
+MIXED = (SamplingParams(max_tokens=30), SamplingParams(temperature=0.6, top_k=9, max_tokens=30))
+
+
+def plain_logits(
+    model: PreTrainedModel, drafter: dict[str, Tensor], known: Sequence[int], path: Sequence[int]
+) -> Tensor:
+    """Draft logits behind `known` + `path`: entry t joins token t + 1 with the hidden state of t, at position t; past
+    the known tokens the drafter's own output stands in for the target's hidden state."""
+    spec = spec_of(model)
+    states = model.model(input_ids=torch.tensor([list(known)])).last_hidden_state[0, :-1]
+    layer = fuse_drafter(drafter, spec)
+    for drawn in range(len(path) + 1):
+        ids = torch.tensor([[*known[1:], *path[:drawn]]])
+        length = ids.shape[1]
+        at = torch.arange(length)[None]
+        attend = KVStore(spec, 1, 1, length, CPU, torch.float32).attend(0, at, causal_mask(0, length))
+        rope = RopeTable(spec, length, CPU, torch.float32).at(at)
+        embeds = model.model.embed_tokens(ids)
+        out = draft_forward(drafter["fc.weight"], layer, drafter_spec(spec), embeds, states[None], rope, attend)
+        states = torch.cat([states, out[0, -1:]])
+    return model.lm_head(states[-1])
+
+
+def running(kind: str, s: DraftStrategy) -> tuple[PreTrainedModel, dict[str, Tensor], NativeEngine]:
+    """Ragged rows some rounds into their responses, so that catch-up, roll-back and compaction have been at work."""
+    model = tiny_model(kind, VOCAB, 2, 1.0)
+    drafter = random_drafter(spec_of(model), 1.5)
+    engine = make_engine(model, s, drafter)
+    for n, ids in enumerate(prompts(VOCAB, 3, seed=1)):
+        engine.submit(group(ids, 1, MIXED[n % 2], first_seed=10 * n))
+    for _ in range(3):
+        assert not engine.step()
+    return model, drafter, engine
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("s", [*CHAINS, *TREES], ids=lambda s: s.name)
+def test_every_node_is_drawn_from_the_networks_own_distribution(kind: str, s: DraftStrategy) -> None:
+    model, drafter, engine = running(kind, s)
+    draft = engine._eagle.propose(s, engine._row_sampling(), engine._uniforms)
+    assert (draft.probs is not None) == s.sampled and draft.lengths.tolist() == [s.num_draft_tokens - 1] * 3
+    for row, request in enumerate(engine._requests):
+        known, tokens = [*request.work.prompt.token_ids, *request.response_ids], [-1, *draft.tokens[row].tolist()]
+        for node, children in enumerate(draft.shape.children):
+            if not children:
+                continue
+            logits = plain_logits(model, drafter, known, [tokens[n] for n in draft.shape.ancestors(node)[1:]])
+            if draft.probs is None:
+                chosen = logits[[tokens[c] for c in children]]
+                assert (chosen - logits.topk(len(children)).values).abs().max() < 1e-4
+                continue
+            probs = process_logits(logits[None], sampling_tensors([request.sampling], CPU)).softmax(-1)[0]
+            for child in children:  # each sibling from what the earlier ones left
+                assert (draft.probs[row, child - 1] - probs).abs().max() < 1e-4, (s.name, row, node, child)
+                probs = probs.clone()
+                probs[tokens[child]] = 0
+                left = float(probs.sum())
+                probs = probs / left if left > 1e-37 else probs * 0  # too little to divide by: no sibling
+
+
+@torch.no_grad()
+def test_the_check_sees_a_shift_of_one_position() -> None:
+    """Of the check above: a network read one token too early is told apart by far more than its tolerance."""
+    model, drafter, engine = running("qwen3", CHAINS[2])
+    request = engine._requests[0]
+    known = [*request.work.prompt.token_ids, *request.response_ids]
+    right, early = plain_logits(model, drafter, known, [3]), plain_logits(model, drafter, [*known, 3], [])
+    assert (right.softmax(-1) - early.softmax(-1)).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_rows_in_need_of_several_catch_up_chunks_draft_alike() -> None:
+    """A long prompt beside a short one: padding of the longer catch-up must not reach the shorter row."""
+    model = tiny_model("llama", VOCAB, 2, 1.0, max_position_embeddings=1024)
+    drafter = random_drafter(spec_of(model), 1.5)
+    engine = make_engine(model, CHAINS[2], drafter, max_len=400)
+    long = tuple((7 * n + n * n) % VOCAB for n in range(300))
+    for n, ids in enumerate([(1, 2, 3), long]):
+        engine.submit(group(ids, 1, MIXED[0], first_seed=n))
+    engine._admit()
+    for _ in range(2):
+        draft = engine._eagle.propose(CHAINS[2], engine._row_sampling(), engine._uniforms)
+        assert draft.probs is not None
+        for row, request in enumerate(engine._requests):
+            known = [*request.work.prompt.token_ids, *request.response_ids]
+            expected = plain_logits(model, drafter, known, []).softmax(-1)
+            assert (draft.probs[row, 0] - expected).abs().max() < 1e-4
+        engine.step()
