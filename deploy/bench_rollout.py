@@ -240,5 +240,5 @@ def _table(cells: Sequence[Cell]) -> str:
     for c in cells:
         length = "-" if c.acceptance_length is None else f"{c.acceptance_length:.2f}"
         rates = f"{c.tokens_per_s:>9.0f} {c.lowest:>8.0f} {c.highest:>8.0f} {c.tail_tokens_per_s:>8.0f}"
-        lines.append(f"{c.strategy[:22]:<22}{rates[10 - 10:]} {length:>10}")
+        lines.append(f"{c.strategy[:22]:<22}{rates[10 - 10 :]} {length:>10}")
     return "\n".join(lines)

@@ -160,7 +160,11 @@ def _hidden_states(model: Qwen3ForCausalLM, rollout: Rollout) -> HiddenStates:
 
 
 def _warm_drafter(
-    model: Qwen3ForCausalLM, tokenizer: Tokenizer, prompts: PromptSets, config: ClusterConfig, out: Path,
+    model: Qwen3ForCausalLM,
+    tokenizer: Tokenizer,
+    prompts: PromptSets,
+    config: ClusterConfig,
+    out: Path,
     say: Callable[[str], None],
 ) -> tuple[float, int]:
     """EAGLE warm start on the target's own responses to training prompts; offline acceptance on held-out ones."""

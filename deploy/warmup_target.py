@@ -26,7 +26,9 @@ class Example:
     prompt_len: int
 
 
-def new_model(config: WarmupConfig, vocab_size: int, max_positions: int, eos: int, pad: int, bos: int) -> Qwen3ForCausalLM:
+def new_model(
+    config: WarmupConfig, vocab_size: int, max_positions: int, eos: int, pad: int, bos: int
+) -> Qwen3ForCausalLM:
     """Random weights from torch's global seed."""
     return Qwen3ForCausalLM(
         Qwen3Config(
@@ -51,9 +53,7 @@ def train_target(
     model: Qwen3ForCausalLM, examples: Iterator[Example], config: WarmupConfig, on_step: Callable[[int, float], None]
 ) -> None:
     """`steps` AdamW updates of about `tokens_per_step` tokens each; cosine schedule."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.05
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.05)
     model.train()
     for step in range(config.steps):
         for group in optimizer.param_groups:

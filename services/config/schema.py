@@ -111,9 +111,7 @@ class StrategyConfig(Section):
         elif self.depth < 1:
             raise ValueError(f"strategy '{self.drafter}' needs depth >= 1")
         elif self.topk == 1 and self.num_draft_tokens != self.depth + 1:
-            raise ValueError(
-                f"a chain (topk 1) verifies depth + 1 tokens: set num_draft_tokens to {self.depth + 1}"
-            )
+            raise ValueError(f"a chain (topk 1) verifies depth + 1 tokens: set num_draft_tokens to {self.depth + 1}")
         elif self.drafter == "suffix" and self.topk != 1:
             raise ValueError("the suffix drafter proposes chains: set topk to 1")
         elif self.topk > 1 and self.num_draft_tokens < self.topk + 1:

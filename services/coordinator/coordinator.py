@@ -114,7 +114,7 @@ class Coordinator:
             self._compare()
             self._board.enter("finished")
             status, error = "finished", ""
-        except StopRequested:
+        except (StopRequested, KeyboardInterrupt):  # the latter with every service in this process
             status, error = "stopped", ""
             raise
         except LongtailError as problem:

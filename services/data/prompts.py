@@ -15,6 +15,9 @@ class PromptTokenizer(Protocol):
 
     def render(self, prompt_text: str, chat_template: bool) -> list[int]: ...
 
+    @property
+    def unk_token_id(self) -> int | None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -43,6 +46,9 @@ class TokenLimit:
         ids = tuple(self.tokenizer.render(problem.text, self.chat_template))
         if not ids:
             return "prompt has no tokens"
+        unknown = self.tokenizer.unk_token_id
+        if unknown is not None and unknown in ids:
+            return "prompt has characters outside the model's vocabulary"
         if len(ids) > self.max_prompt_tokens:
             return f"prompt has {len(ids)} tokens, over the limit of {self.max_prompt_tokens}"
         return Prompt(problem.id, problem.text, ids, problem.answer, problem.task, problem.meta)

@@ -36,8 +36,13 @@ def fuse_drafter(tensors: Mapping[str, Tensor], target: ModelSpec) -> LayerWeigh
 
 
 def draft_forward(
-    fc: Tensor, layer: LayerWeights, spec: ModelSpec, embeds: Tensor, hidden: Tensor,
-    rope: tuple[Tensor, Tensor], attend: Attend,
+    fc: Tensor,
+    layer: LayerWeights,
+    spec: ModelSpec,
+    embeds: Tensor,
+    hidden: Tensor,
+    rope: tuple[Tensor, Tensor],
+    attend: Attend,
 ) -> Tensor:
     """embeds, hidden [B,Q,H] -> predicted hidden state of the next position [B,Q,H] (feed it to the LM head)."""
     fused = nn.functional.linear(torch.cat([embeds, hidden], dim=-1), fc)

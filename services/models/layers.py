@@ -151,9 +151,7 @@ def rms_norm(x: Tensor, size: tuple[int], weight: Tensor | None, eps: float) -> 
     return normed if weight is None else normed * weight
 
 
-def decoder_layer(
-    x: Tensor, w: LayerWeights, spec: ModelSpec, rope: tuple[Tensor, Tensor], attend: Attend
-) -> Tensor:
+def decoder_layer(x: Tensor, w: LayerWeights, spec: ModelSpec, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
     """One pre-norm decoder layer. x [B,Q,H] -> [B,Q,H]; `attend` stores keys/values and applies the mask."""
     hidden = (x.shape[-1],)
     h = x if w.input_norm is None else rms_norm(x, hidden, w.input_norm, spec.norm_eps)
@@ -164,9 +162,7 @@ def decoder_layer(
     return x + F.linear(F.silu(gate) * up, w.down)
 
 
-def project_qkv(
-    h: Tensor, w: LayerWeights, spec: ModelSpec, rope: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+def project_qkv(h: Tensor, w: LayerWeights, spec: ModelSpec, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """h [B,Q,H] -> q [B,Q,N,D] and kv [B,Q,2,M,D], normed (Qwen3) and rotated."""
     n, m, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
     heads = F.linear(h, w.qkv, w.qkv_bias).unflatten(-1, (n + 2 * m, d))
@@ -180,7 +176,11 @@ def project_qkv(
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """q [B,Q,N,D], k and v [B,L,M,D], additive mask broadcastable to [B,N,Q,L] (None: causal) -> [B,Q,N,D]."""
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None,
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)

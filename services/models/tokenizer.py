@@ -26,6 +26,13 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.eos_token_id = eos_token_ids[0]
         self.vocab_size = core.get_vocab_size()
+        self._chat: Any = None  # transformers' tokenizer, once a chat template is asked for
+
+    @property
+    def unk_token_id(self) -> int | None:
+        """What characters outside the vocabulary become; None for vocabularies that can spell everything."""
+        unk = getattr(self._core.model, "unk_token", None)
+        return None if unk is None else self._core.token_to_id(unk)
 
     def encode(self, text: str) -> list[int]:
         return list(self._core.encode(text, add_special_tokens=False).ids)
@@ -41,13 +48,16 @@ class Tokenizer:
         return list(self._core.encode(prompt_text, add_special_tokens=True).ids)
 
     def _render_chat(self, prompt_text: str) -> list[int]:
-        from transformers import AutoTokenizer  # heavy import, needed for chat templates only
+        if self._chat is None:
+            from transformers import AutoTokenizer  # heavy import, needed for chat templates only
 
-        full = AutoTokenizer.from_pretrained(self._folder)
-        if full.chat_template is None:
+            self._chat = AutoTokenizer.from_pretrained(self._folder)
+        if self._chat.chat_template is None:
             raise DataError(f"{self._folder} has no chat template: set data.chat_template to false")
         message = [{"role": "user", "content": prompt_text}]
-        return list(full.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False))
+        return list(
+            self._chat.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
+        )
 
 
 def load_tokenizer(path: str) -> Tokenizer:

@@ -22,8 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from services.config.load import dump_config
 from services.config.schema import ClusterConfig
 from services.core.errors import ConfigError
 from services.core.types import EvalResult, Group, ProgressView, RunEvent, SlotSpan, StepMetrics
@@ -83,7 +82,7 @@ class RunFolder:
             ) from error
         self._rollouts = self.path / "rollouts"
         self._rollouts.mkdir()
-        write_atomic(self.path / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        write_atomic(self.path / "config.yaml", dump_config(config))
         about = {"run_id": self.run_id, "name": config.run.name, "started_at": started_at.isoformat(timespec="seconds")}
         write_atomic(self.path / "run.json", to_json(about, indent=2) + "\n")
         self._metrics = _LineFile(self.path / "metrics.jsonl")

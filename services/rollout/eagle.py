@@ -91,9 +91,7 @@ class EagleDrafting:
         self._rows.drafted[:] = 0
 
     @torch.no_grad()
-    def propose(
-        self, strategy: DraftStrategy, sampling: SamplingTensors, uniforms: Callable[[int], Tensor]
-    ) -> Draft:
+    def propose(self, strategy: DraftStrategy, sampling: SamplingTensors, uniforms: Callable[[int], Tensor]) -> Draft:
         """Draft for all rows. `uniforms(n)` gives float64 [count,n] fresh numbers."""
         rows, plan = self._rows, draft_plan(strategy.shape, self._target.dtype, self._target.device)
         hidden, base = self._catch_up(), rows.base()

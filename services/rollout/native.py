@@ -50,6 +50,12 @@ class EngineOptions:
         return CATCH_UP_CHUNK + self.max_nodes + 2
 
 
+def _note(versions: list[int], version: int) -> None:
+    """A version loaded again is not another version."""
+    if versions[-1:] != [version]:
+        versions.append(version)
+
+
 @lru_cache(maxsize=64)
 def shape_tensors(shape: TreeShape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Depth of each node [Q], and the mask table of the target's pass over all nodes."""
@@ -60,7 +66,11 @@ class NativeEngine:
     """Token-in/token-out generation. Not thread-safe: one owner calls it."""
 
     def __init__(
-        self, target: TargetModel, options: EngineOptions, selector: Selector, decode: Callable[[Sequence[int]], str],
+        self,
+        target: TargetModel,
+        options: EngineOptions,
+        selector: Selector,
+        decode: Callable[[Sequence[int]], str],
         clock: Clock,
     ) -> None:
         self._target, self._options, self._selector = target, options, selector
@@ -137,14 +147,14 @@ class NativeEngine:
         self._policy_version = version
         for row, request in enumerate(self._requests):
             self._rows.prefill(row)
-            request.policy_versions.append(version)
+            _note(request.policy_versions, version)
 
     def load_drafter(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         self._refuse_backwards("drafter", version, self._drafter_version)
         self._eagle.load(tensors)
         self._drafter_version = version
         for request in self._requests:
-            request.drafter_versions.append(version)
+            _note(request.drafter_versions, version)
 
     @staticmethod
     def _refuse_backwards(what: str, version: int, served: int | None) -> None:
@@ -215,9 +225,7 @@ class NativeEngine:
     def _propose_suffix(self, strategy: DraftStrategy) -> Draft:
         index = self._options.suffix_index
         assert index is not None, "the service makes a suffix index when a strategy needs one"
-        found = [
-            index.propose(r.work.prompt.id, r.last_ids(index.max_match), strategy.depth) for r in self._requests
-        ]
+        found = [index.propose(r.work.prompt.id, r.last_ids(index.max_match), strategy.depth) for r in self._requests]
         longest = max(len(f) for f in found)
         padded = torch.tensor([[*f, *[0] * (longest - len(f))] for f in found], dtype=torch.long)
         lengths = torch.tensor([len(f) for f in found], device=self._target.device)

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from services.config.schema import ClusterConfig, NativeEngine as NativeEngineConfig
+from services.config.schema import ClusterConfig
+from services.config.schema import NativeEngine as NativeEngineConfig
 from services.core.errors import ConfigError, StaleEpochError
 from services.core.protocols import Clock
 from services.core.types import GroupWork, Rollout, ServedVersions, ServerReport
@@ -20,22 +21,22 @@ from services.models.target import TargetModel
 from services.models.tokenizer import load_tokenizer
 from services.rollout.native import EngineOptions, NativeEngine
 from services.speculation.selector import make_selector
-from services.speculation.strategy import OFF, draft_strategy
+from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 from services.speculation.suffix_index import SuffixIndex
 
 
 class RolloutService:
     """Every call carries the slot's epoch; an older one is refused, so a late message cannot disturb a new lease."""
 
-    def __init__(self, engine: NativeEngine, strategies: Mapping[str, object], clock: Clock) -> None:
+    def __init__(self, engine: NativeEngine, strategies: Mapping[str, DraftStrategy], clock: Clock) -> None:
         self._engine, self._strategies, self._clock = engine, dict(strategies), clock
-        self._epoch = -1
+        self._epoch: int | None = None  # none until the first open_epoch
 
     def open_epoch(self, epoch: int) -> ServedVersions:
         """Adopt `epoch`, dropping whatever an older one left running."""
-        if epoch < self._epoch:
+        if self._epoch is not None and epoch < self._epoch:
             raise StaleEpochError(f"epoch {epoch} is older than this server's {self._epoch}: renew the lease")
-        if epoch > self._epoch:
+        if epoch != self._epoch:
             self._engine.abort()
         self._epoch = epoch
         return self._engine.versions

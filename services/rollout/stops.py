@@ -28,10 +28,13 @@ def emit(
     room = sampling.max_tokens - len(earlier)
     assert room > 0 and new, "a finished response was stepped again"
     window = list(new[:room])
-    check_text = bool(sampling.stop_strings) and find_stop(decode([*earlier, *window]), sampling.stop_strings) is not None
+
+    def matched(count: int) -> bool:
+        return find_stop(decode([*earlier, *window[:count]]), sampling.stop_strings) is not None
+
+    look = bool(sampling.stop_strings) and matched(len(window))  # most rounds need one decode, not one per token
     for count, token in enumerate(window, start=1):
-        hit = check_text and find_stop(decode([*earlier, *window[:count]]), sampling.stop_strings) is not None
-        if hit or token in sampling.stop_token_ids:
+        if (look and matched(count)) or token in sampling.stop_token_ids:
             return Emission(count, FinishReason.STOP)
     return Emission(len(window), FinishReason.LENGTH if len(window) == room else None)
 

@@ -53,9 +53,7 @@ def _without(probs: Tensor, token: Tensor) -> Tensor:
     return torch.where(total >= least, left / total.clamp_min(least), torch.zeros_like(left))
 
 
-def _greedy_siblings(
-    logits: Tensor, sampling: SamplingTensors, tokens: Tensor, probs: Tensor
-) -> tuple[Tensor, Tensor]:
+def _greedy_siblings(logits: Tensor, sampling: SamplingTensors, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
     best = logits.topk(tokens.shape[1], dim=-1).indices
     one_hot = torch.zeros_like(probs).scatter_(-1, best[..., None], 1.0)
     greedy = (sampling.temperature == 0)[:, None]

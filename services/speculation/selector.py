@@ -39,7 +39,9 @@ class EpsilonGreedy:
     def __init__(self, config: EpsilonGreedySelector, rng: random.Random) -> None:
         self._epsilon, self._rng = config.epsilon, rng
         self._starts = [b.min_running for b in config.buckets]
-        self._arms = [{draft_strategy(s): deque[float](maxlen=config.window) for s in b.strategies} for b in config.buckets]
+        self._arms = [
+            {draft_strategy(s): deque[float](maxlen=config.window) for s in b.strategies} for b in config.buckets
+        ]
 
     def choose(self, running: int) -> DraftStrategy:
         arms = self._arms[self._bucket(running)]

@@ -55,7 +55,11 @@ def _accepts(target_prob: Tensor, draft_prob: Tensor, uniforms: Tensor, accept_t
 
 
 def verify_chain(
-    target_probs: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None, draft_lengths: Tensor, uniforms: Tensor,
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    draft_lengths: Tensor,
+    uniforms: Tensor,
     accept_threshold: float = EXACT,
 ) -> Verified:
     """target_probs [B,n+1,V] (position j: after j draft tokens), draft_tokens [B,n], draft_probs [B,n,V] or None,
@@ -83,7 +87,11 @@ def verify_chain(
 
 
 def verify_tree(
-    target_probs: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None, shape: TreeShape, uniforms: Tensor,
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    shape: TreeShape,
+    uniforms: Tensor,
     accept_threshold: float = EXACT,
 ) -> Verified:
     """target_probs [B,Q,V] per node, draft_tokens [B,Q-1] for nodes 1..Q-1, draft_probs [B,Q-1,V] (for each node the

@@ -53,9 +53,7 @@ def test_every_part_of_a_run_works_together(model: Path, tmp_path: Path) -> None
 
 
 def test_without_speculation_no_drafter_is_needed(model: Path, tmp_path: Path) -> None:
-    config = tiny_run(
-        model, tmp_path, speculation={"selector": {"type": "fixed"}}, run={"steps": 1, "eval_prompts": 0}
-    )
+    config = tiny_run(model, tmp_path, speculation={"selector": {"type": "fixed"}}, run={"steps": 1, "eval_prompts": 0})
     summary = run_local(config, Recorder())
     assert summary["status"] == "finished" and summary["acceptance_length_first"] is None
 

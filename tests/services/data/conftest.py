@@ -15,6 +15,8 @@ import pytest
 class ByteTokenizer:
     """One token per UTF-8 byte; opens with one token, or with a chat template's five."""
 
+    unk_token_id: int | None = None
+
     def render(self, prompt_text: str, chat_template: bool) -> list[int]:
         opening = [256, 257, 258, 259, 260] if chat_template else [256]
         return opening + list(prompt_text.encode("utf-8"))

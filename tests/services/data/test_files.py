@@ -11,6 +11,7 @@ import pytest
 from services.core.errors import DataError
 from services.data.files import BadRow, check_file, read_file
 from services.data.prompts import TokenLimit
+from services.models.tokenizer import load_tokenizer
 
 GOOD = {"prompt": "1 + 1=", "answer": "2", "task": "chain_sum", "meta": {"num_terms": 2}}
 
@@ -106,6 +107,12 @@ JSONL_FAULTS = [
     (line({"prompt": "a", "answer": "1", "meta": [1]}), "meta is not an object but list"),
     (b'{"prompt": "\\ud800", "answer": "1"}', "prompt holds a lone surrogate"),
 ]
+
+
+def test_characters_outside_the_vocabulary_are_told(write_rows):
+    """They would reach the model as <unk>, and the run would train on a prompt nobody wrote."""
+    path = write_rows([{"prompt": "1 + 2=", "answer": "3"}, {"prompt": "1 \u00d7 2=", "answer": "2"}])
+    assert reasons(path, load_tokenizer("pocket")) == {2: "prompt has characters outside the model's vocabulary"}
 
 
 @pytest.mark.parametrize(("raw", "reason"), JSONL_FAULTS, ids=[reason[:24] for _, reason in JSONL_FAULTS])

@@ -70,6 +70,8 @@ def test_ids_that_do_not_survive_decoding_are_kept_as_rendered():
     """Row 53: text that two id sequences spell is not tokenised again; the rendered ids are the prompt."""
 
     class Merging:
+        unk_token_id = None
+
         def render(self, prompt_text: str, chat_template: bool) -> list[int]:
             return [1000 + len(prompt_text)] if len(prompt_text) % 2 else list(prompt_text.encode())
 
@@ -79,6 +81,8 @@ def test_ids_that_do_not_survive_decoding_are_kept_as_rendered():
 
 def test_prompts_without_ids_are_refused(tmp_path):
     class Empty:
+        unk_token_id = None
+
         def render(self, prompt_text: str, chat_template: bool) -> list[int]:
             return []
 

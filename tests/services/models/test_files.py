@@ -43,7 +43,7 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
         read_config(tmp_path)
     with pytest.raises(DataError, match="safetensors"):
         read_tensors(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{\"a\"")
+    (tmp_path / "model.safetensors").write_bytes(b'\x10\0\0\0\0\0\0\0{"a"')
     with pytest.raises(DataError, match="damaged or truncated"):
         read_tensors(tmp_path)
 

@@ -98,9 +98,9 @@ def test_repeat_keeps_rows_together() -> None:
     assert s.temperature.tolist() == [1, 1, 1, 0, 0, 0]
 
 
-WEIGHTS = st.lists(
-    st.one_of(st.just(0.0), st.floats(1e-30, 1.0), st.floats(0.1, 1.0)), min_size=1, max_size=9
-).filter(lambda w: sum(w) > 1e-6)
+WEIGHTS = st.lists(st.one_of(st.just(0.0), st.floats(1e-30, 1.0), st.floats(0.1, 1.0)), min_size=1, max_size=9).filter(
+    lambda w: sum(w) > 1e-6
+)
 UNIFORM = st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 5e-324, 1 - 2**-53, 0.5]))
 
 

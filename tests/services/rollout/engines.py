@@ -82,9 +82,17 @@ def ticking() -> Callable[[], float]:
 
 
 def make_engine(
-    model: PreTrainedModel, selector: Selector | DraftStrategy = OFF, drafter: dict[str, Tensor] | None = None,
-    index: SuffixIndex | None = None, rows: int = 8, max_len: int = 64, decode=letters, threshold: float = 1.0,
-    load: bool = True, engine_class: type[NativeEngine] = NativeEngine, target_class: type[TargetModel] = TargetModel,
+    model: PreTrainedModel,
+    selector: Selector | DraftStrategy = OFF,
+    drafter: dict[str, Tensor] | None = None,
+    index: SuffixIndex | None = None,
+    rows: int = 8,
+    max_len: int = 64,
+    decode=letters,
+    threshold: float = 1.0,
+    load: bool = True,
+    engine_class: type[NativeEngine] = NativeEngine,
+    target_class: type[TargetModel] = TargetModel,
 ) -> NativeEngine:
     options = EngineOptions(rows, max_len, 16, threshold, index or SuffixIndex(100_000))
     target = target_class(spec_of(model), max_len + options.spare_columns, CPU, torch.float32)

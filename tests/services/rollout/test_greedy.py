@@ -90,8 +90,11 @@ def test_a_perfect_eagle_drafter_is_always_accepted(kind: str, s: DraftStrategy)
     """The drafter's law is the target's, so each full verify step commits depth + 1 tokens along the best path."""
     model = markov_model(kind, 40, 3, 2.0)
     depth = s.shape.depth
-    best_leaf = next(n for n in range(s.shape.num_nodes - 1, -1, -1) if all(
-        s.shape.children[s.shape.parents[a]][0] == a for a in s.shape.ancestors(n)[1:]))
+    best_leaf = next(
+        n
+        for n in range(s.shape.num_nodes - 1, -1, -1)
+        if all(s.shape.children[s.shape.parents[a]][0] == a for a in s.shape.ancestors(n)[1:])
+    )
     straight = s.shape.depths[best_leaf]
     assert straight == depth, "the straight path is the deepest one"
     ids = (5, 9, 3)

@@ -232,7 +232,11 @@ def _laws(outcomes: Outcomes, source: Tensor, weight: Tensor, v: Verified) -> li
     laws: dict[int, Law] = defaultdict(lambda: defaultdict(float))
     tokens = outcomes.tokens.tolist()
     for row, w, count, path, final in zip(
-        source.tolist(), weight.tolist(), v.num_accepted_tokens.tolist(), v.path.tolist(), v.next_token.tolist(),
+        source.tolist(),
+        weight.tolist(),
+        v.num_accepted_tokens.tolist(),
+        v.path.tolist(),
+        v.next_token.tolist(),
         strict=True,
     ):
         said = (*(tokens[row][n - 1] for n in path[:count]), final)
