@@ -76,6 +76,19 @@ def report(run_dir: Annotated[Path, typer.Argument(help="A folder under runs/.")
         print(render_report(run_dir))
 
 
+@app.command()
+def curves(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Folders under runs/.")],
+    out: Annotated[Path, typer.Option(help="Where to write the SVG.")] = Path("curves.svg"),
+) -> None:
+    """Draw the held-out reward of several runs in one picture."""
+    with errors_told():
+        from services.report.curves import draw_curves, read_curve
+
+        out.write_text(draw_curves([read_curve(d) for d in run_dirs]), encoding="utf-8")
+        print(out)
+
+
 @data_app.command("check")
 def data_check(
     file: Annotated[Path, typer.Argument(help="A JSONL or Parquet prompt set.")],

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from deploy.provenance import provenance
 from services.config.schema import ClusterConfig, StrategyConfig
 from services.core.errors import DataError
-from services.core.types import GroupWork, Prompt, Rollout, SamplingParams
+from services.core.types import AcceptanceStats, GroupWork, Prompt, Rollout, SamplingParams
 from services.data.source import load_prompts
 from services.models.device import pick_device
 from services.models.files import drafter_dir, model_dir, read_config, read_tensors
@@ -28,7 +28,6 @@ from services.models.layers import model_spec
 from services.models.target import TargetModel
 from services.models.tokenizer import Tokenizer, load_tokenizer
 from services.rollout.native import EngineOptions, NativeEngine
-from services.speculation.acceptance import merge
 from services.speculation.selector import Fixed
 from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 from services.speculation.suffix_index import SuffixIndex
@@ -130,7 +129,7 @@ class Bench:
             if tail_start is None and len(rollouts) >= work.batch * (1 - TAIL_SHARE):
                 tail_start, before_tail = time.perf_counter(), _tokens(engine, rollouts)
         end, total = time.perf_counter(), _tokens(engine, rollouts)
-        stats = merge(r.acceptance for r in rollouts)
+        stats = AcceptanceStats.merged(r.acceptance for r in rollouts)
         tail_seconds = end - tail_start if tail_start else 0.0
         return Run(total, end - start, total - before_tail, tail_seconds, stats.acceptance_length), rollouts
 

@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from services.coordinator.stats import merge_acceptance
 from services.coordinator.summary import Comparison
 from services.core.types import AcceptanceStats, Prompt, Rollout, SamplingParams
 
@@ -47,7 +46,7 @@ def compare(
         rollout_seconds_off=statistics.median(off_s),
         rollout_seconds_on=statistics.median(on_s),
         greedy_mismatches=greedy_mismatches(generate, chosen, sampling, strategies),
-        acceptance_length_on=merge_acceptance(accepted).acceptance_length,
+        acceptance_length_on=AcceptanceStats.merged(accepted).acceptance_length,
         repeats=repeats,
         greedy_checked=len(chosen) * len(strategies),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from services.coordinator.stats import merge_acceptance
 from services.core.protocols import Clock
 from services.core.types import AcceptanceStats, ProgressView, RunEvent, ServerReport
 
@@ -88,7 +87,7 @@ class ProgressBoard:
             rollouts_total=self.rollouts_total,
             rollouts_running=len(running),
             tokens_per_s=self._tokens / elapsed if elapsed > 0 else 0.0,
-            acceptance_length=merge_acceptance([*self._finished, *running]).acceptance_length,
+            acceptance_length=AcceptanceStats.merged([*self._finished, *running]).acceptance_length,
             reward_mean=self.reward_mean,
             heldout_reward=self.heldout_reward,
             policy_version=self.policy_version,

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.core.types import AcceptanceStats, FinishReason, Group
-
-
-def merge_acceptance(parts: Iterable[AcceptanceStats]) -> AcceptanceStats:
-    """The sum of several requests' accounting."""
-    histogram: Counter[int] = Counter()
-    steps: Counter[str] = Counter()
-    proposed = 0
-    for part in parts:
-        histogram.update(dict(enumerate(part.histogram)))
-        steps.update(part.steps_by_strategy)
-        proposed += part.proposed
-    depth = max((k for k, n in histogram.items() if n), default=-1)
-    return AcceptanceStats(tuple(histogram[k] for k in range(depth + 1)), proposed, dict(steps))
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -63,5 +49,5 @@ def group_stats(groups: Sequence[Group]) -> GroupStats:
         reward_errors=len(rewards) - len(judged),
         lengths=tuple(len(r.response_ids) for r in rollouts),
         truncated_fraction=mean([float(r.finish_reason is FinishReason.LENGTH) for r in rollouts]),
-        acceptance=merge_acceptance(r.acceptance for r in rollouts),
+        acceptance=AcceptanceStats.merged(r.acceptance for r in rollouts),
     )

@@ -6,7 +6,8 @@ All are frozen and hold plain Python values only (ids, counts, versions, floats)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -78,6 +79,19 @@ class AcceptanceStats:
     histogram: tuple[int, ...] = ()
     proposed: int = 0
     steps_by_strategy: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def merged(cls, parts: Iterable[AcceptanceStats]) -> AcceptanceStats:
+        """The sum of several requests' accounting."""
+        histogram: Counter[int] = Counter()
+        steps: Counter[str] = Counter()
+        proposed = 0
+        for part in parts:
+            histogram.update(dict(enumerate(part.histogram)))
+            steps.update(part.steps_by_strategy)
+            proposed += part.proposed
+        longest = max((k for k, n in histogram.items() if n), default=-1)
+        return cls(tuple(histogram[k] for k in range(longest + 1)), proposed, dict(steps))
 
     @property
     def verify_steps(self) -> int:

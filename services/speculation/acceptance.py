@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 from services.core.types import AcceptanceStats
 
@@ -34,16 +33,3 @@ class AcceptanceCounter:
         longest = max(self._histogram, default=-1)
         histogram = tuple(self._histogram[k] for k in range(longest + 1))
         return AcceptanceStats(histogram, self._proposed, dict(self._steps))
-
-
-def merge(stats: Iterable[AcceptanceStats]) -> AcceptanceStats:
-    """Sum of several requests' accounting."""
-    histogram: Counter[int] = Counter()
-    steps: Counter[str] = Counter()
-    proposed = 0
-    for s in stats:
-        histogram.update(dict(enumerate(s.histogram)))
-        steps.update(s.steps_by_strategy)
-        proposed += s.proposed
-    longest = max((k for k, n in histogram.items() if n), default=-1)
-    return AcceptanceStats(tuple(histogram[k] for k in range(longest + 1)), proposed, dict(steps))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.types import AcceptanceStats
-from services.speculation.acceptance import AcceptanceCounter, merge
+from services.speculation.acceptance import AcceptanceCounter
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["off", "eagle_3_1_4", "suffix_8_1_9"]), st.integers(0, 8), st.integers(1, 9)).map(
@@ -39,7 +39,7 @@ def test_rows_5_and_9_counters_stay_within_what_was_emitted(steps: list[tuple[st
 
 @given(STEPS, STEPS)
 def test_merging_is_counting_together(a: list[tuple[str, int, int]], b: list[tuple[str, int, int]]) -> None:
-    assert merge([count(a), count(b)]) == count(a + b)
+    assert AcceptanceStats.merged([count(a), count(b)]) == count(a + b)
 
 
 def test_row_9_the_bonus_is_not_an_accepted_token() -> None:
@@ -50,7 +50,8 @@ def test_row_9_the_bonus_is_not_an_accepted_token() -> None:
 
 def test_nothing_verified_has_no_rate() -> None:
     stats = count([("off", 0, 1)])
-    assert stats.acceptance_rate is None and stats.acceptance_length is None and merge([]) == AcceptanceStats()
+    assert stats.acceptance_rate is None and stats.acceptance_length is None
+    assert AcceptanceStats.merged([]) == AcceptanceStats()
 
 
 @pytest.mark.parametrize(("proposed", "emitted"), [(3, 0), (3, 5), (0, 2)])
