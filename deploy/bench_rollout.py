@@ -234,10 +234,9 @@ def _verdict(cells: Sequence[Cell]) -> Mapping[str, Any]:
 
 
 def _table(cells: Sequence[Cell]) -> str:
-    head = f"{cells[0].workload} x {cells[0].batch}"
-    lines = [f"{head:<12} {'tokens/s':>9} {'low':>8} {'high':>8} {'tail':>8} {'acceptance':>10}"]
+    lines = [f"{f'{cells[0].workload} x {cells[0].batch}':<20} tokens/s     low    high    tail  acceptance"]
     for c in cells:
         length = "-" if c.acceptance_length is None else f"{c.acceptance_length:.2f}"
-        rates = f"{c.tokens_per_s:>9.0f} {c.lowest:>8.0f} {c.highest:>8.0f} {c.tail_tokens_per_s:>8.0f}"
-        lines.append(f"{c.strategy[:22]:<22}{rates[10 - 10 :]} {length:>10}")
+        rates = f"{c.tokens_per_s:>8.0f}{c.lowest:>8.0f}{c.highest:>8.0f}{c.tail_tokens_per_s:>8.0f}"
+        lines.append(f"{c.strategy:<21}{rates}{length:>12}")
     return "\n".join(lines)

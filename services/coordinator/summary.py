@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.coordinator.stats import mean
 from services.core.types import EvalResult, StepMetrics
 
 
@@ -31,8 +33,9 @@ class Summary:
 
     def as_dict(self, status: str, wall_s: float, error: str | None = None) -> dict[str, Any]:
         """`status` is finished, stopped or failed. Numbers that were not measured are None."""
-        measured = [m.acceptance_length for m in self.steps if m.acceptance_length is not None]
-        live = [m for m in self.steps if m.acceptance_length_live_offline is not None]
+        measured = [m.acceptance_length for m in self.steps]
+        live = [m.acceptance_length_live_offline for m in self.steps]
+        frozen = [m.acceptance_length_frozen_offline for m in self.steps]
         evaluated = [e.reward_mean for e in self.evaluations]
         compared = self.comparison
         return {
@@ -43,10 +46,10 @@ class Summary:
             "rollouts": sum(m.num_rollouts for m in self.steps),
             "heldout_reward_before": evaluated[0] if evaluated else None,
             "heldout_reward_after": evaluated[-1] if len(evaluated) > 1 else None,
-            "acceptance_length_first": measured[0] if measured else None,
-            "acceptance_length_last": measured[-1] if measured else None,
-            "acceptance_length_frozen_last": live[-1].acceptance_length_frozen_offline if live else None,
-            "acceptance_length_live_last_offline": live[-1].acceptance_length_live_offline if live else None,
+            "acceptance_length_first": early(measured),
+            "acceptance_length_last": late(measured),
+            "acceptance_length_frozen_last": late(frozen),
+            "acceptance_length_live_last_offline": late(live),
             "idle_seconds": sum(m.idle_s for m in self.steps),
             "drafting_seconds": sum(m.drafting_s for m in self.steps),
             "rollout_seconds_off": compared.rollout_seconds_off if compared else None,
@@ -60,3 +63,14 @@ class Summary:
             "events": self.events,
             "wall_seconds": wall_s,
         }
+
+
+def early(values: Sequence[float | None]) -> float | None:
+    """Mean over the first fifth of the steps that have a value: one step's tail is too few responses to go by."""
+    known = [v for v in values if v is not None]
+    return mean(known[: -(-len(known) // 5)]) if known else None
+
+
+def late(values: Sequence[float | None]) -> float | None:
+    """Mean over the last fifth of the steps that have a value."""
+    return early(values[::-1])
