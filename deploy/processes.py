@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ray  # noqa: F401 - brings its own psutil along and puts it on the path
-
-import psutil  # isort: skip
+import psutil
 
 GRACE_S = 5.0
 

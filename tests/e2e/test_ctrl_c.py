@@ -10,10 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
-from deploy.processes import psutil, still_running
+from deploy.processes import still_running
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
