@@ -25,6 +25,14 @@ from services.models.hidden import HiddenStates
 from services.models.layers import model_spec
 from services.models.target import check_tensors
 
+ESTIMATE_TOKENS = 8192
+
+
+def evenly(states: list[HiddenStates], tokens: int) -> list[HiddenStates]:
+    """Every k-th sequence, so that about `tokens` tokens are left of all (at least one sequence)."""
+    total = sum(len(h.input_ids) for h in states)
+    return states[:: max(1, round(total / tokens))]
+
 
 class DrafterService:
     """Idle until `begin`; then trains in short budgets on what `add_chunk` brought. `slot` is for messages only: two
@@ -95,7 +103,11 @@ class DrafterService:
         return len(tensors), tensors
 
     def estimate(self, drafters: dict[str, DrafterState], tensors: list[HiddenStates]) -> list[AcceptanceEstimate]:
-        """Offline acceptance of each drafter on the same hidden states, in the order of `drafters`."""
+        """Offline acceptance of each drafter on the same hidden states, in the order of `drafters`.
+
+        On an even selection of about ESTIMATE_TOKENS tokens: rollout waits meanwhile, and more would not tell more.
+        """
+        tensors = evenly(tensors, ESTIMATE_TOKENS)
         for state in drafters.values():
             check_state(state, self._trainer.spec)
         return [self._trainer.estimate(name, state["tensors"], tensors) for name, state in drafters.items()]

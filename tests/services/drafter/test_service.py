@@ -10,10 +10,11 @@ import torch
 
 from services.core.errors import BatchError, StaleEpochError, WeightError
 from services.core.types import HiddenStateChunk
-from services.drafter.service import build_drafter_service
+from services.drafter.service import build_drafter_service, evenly
 from services.drafter.state import initial_drafter_state
 from services.models.drafter import drafter_names
 from services.models.files import read_config, read_tensors
+from services.models.hidden import HiddenStates
 from services.models.layers import model_spec
 
 
@@ -170,3 +171,14 @@ def test_target_head_follows_the_policy(model_folder, make_config, tied, states)
             service.load_target_head(4, bad)
     assert service.estimate({"d": state}, states) == after
     assert state["tensors"].keys() == drafter_names(spec).keys()
+
+
+def test_estimates_use_an_even_selection() -> None:
+    states = [
+        HiddenStates(torch.zeros(n, dtype=torch.long), torch.zeros(n, 2), torch.ones(n, dtype=torch.bool), 0)
+        for n in (10, 20, 30) * 20
+    ]
+    assert evenly(states, 10_000) == states
+    some = evenly(states, 300)
+    assert 200 <= sum(len(h.input_ids) for h in some) <= 400 and {len(h.input_ids) for h in some} == {10, 20, 30}
+    assert len(evenly(states[:1], 1)) == 1
