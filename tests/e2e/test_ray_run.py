@@ -68,10 +68,11 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     killer, observer = Killer(), Recorder()
     observer.watch = killer.watch
     started: list[Any] = []
+    before = descendants()  # what an earlier test left to this process, such as multiprocessing's resource tracker
 
     def on_start(handles: dict[str, Any]) -> None:
         killer.learn(handles)
-        started.extend(descendants())
+        started.extend(p for p in descendants() if p not in before)
 
     summary = run_on_ray(config, observer, on_start=on_start)
     yield Outcome(summary, observer, killer, started)
