@@ -50,7 +50,7 @@ def run_warmup(config: ClusterConfig, out: Path, say: Callable[[str], None] = pr
     torch.manual_seed(config.run.seed)
     torch.set_num_threads(config.policy.threads)
     device = pick_device(config.model.device)
-    tokenizer = _write_tokenizer(out / "target", config)
+    tokenizer = _write_tokenizer(out / "target")
     prompts = load_prompts(config, tokenizer)
     vocab = -(-tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     model = new_model(config.warmup, vocab, 2048, EOS, PAD, BOS).to(device)
@@ -83,7 +83,7 @@ def run_warmup(config: ClusterConfig, out: Path, say: Callable[[str], None] = pr
     return result
 
 
-def _write_tokenizer(folder: Path, config: ClusterConfig) -> Tokenizer:
+def _write_tokenizer(folder: Path) -> Tokenizer:
     folder.mkdir(parents=True, exist_ok=True)
     core = character_tokenizer(CHARACTERS)
     core.save(str(folder / "tokenizer.json"))

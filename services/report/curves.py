@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.core.errors import DataError
+from services.report.records import Row, number, read_lines
 from services.report.svg import Frame, esc, fmt, path_of
 
 _COLOURS = {"on": "#3c6fb4", "off": "#e0912f"}
@@ -32,15 +32,20 @@ def read_curve(run_dir: Path) -> Curve:
     file = run_dir / "metrics.jsonl"
     if not file.is_file():
         raise DataError(f"{file} is missing: give folders made by `longtail train`")
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    steps = [r for r in rows if r["kind"] == "step"]
-    used = {name for r in steps for name in r["steps_by_strategy"]}
+    rows, _ = read_lines(file)
+    steps = [r for r in rows if r.get("kind") == "step"]
+    used = {name for r in steps for name in r.get("steps_by_strategy", ())}
     return Curve(
         name=run_dir.name,
         group="off" if used <= {"off"} else "on",
-        heldout=tuple((r["step"], r["reward_mean"]) for r in rows if r["kind"] == "evaluation"),
-        training=tuple((r["step"], r["reward_mean"]) for r in steps),
+        heldout=_rewards([r for r in rows if r.get("kind") == "evaluation"]),
+        training=_rewards(steps),
     )
+
+
+def _rewards(rows: Sequence[Row]) -> tuple[tuple[float, float], ...]:
+    found = ((number(r, "step"), number(r, "reward_mean")) for r in rows)
+    return tuple((step, reward) for step, reward in found if step is not None and reward is not None)
 
 
 def draw_curves(curves: Sequence[Curve]) -> str:
@@ -56,7 +61,7 @@ def draw_curves(curves: Sequence[Curve]) -> str:
     for curve in curves:
         colour = _COLOURS[curve.group]
         frame.add(f'<path d="{path_of(frame, curve.training)}" class="line faint" stroke="{colour}"/>')
-    for curve in curves:
+    for curve in (c for c in curves if c.heldout):
         colour = _COLOURS[curve.group]
         tip = f"{curve.name}, held-out {fmt(curve.heldout[0][1], 3)} to {fmt(curve.heldout[-1][1], 3)}"
         path = f'<path d="{path_of(frame, curve.heldout)}" class="line" stroke="{colour}">'

@@ -32,6 +32,18 @@ def test_runs_are_told_apart_and_drawn(tmp_path: Path) -> None:
     assert any("a<b" in (e.text or "") for e in root.iter() if e.tag.endswith("title"))
 
 
+def test_a_run_under_way_or_without_evaluation_is_drawn(tmp_path: Path) -> None:
+    """A cut last line, a reward that was not finite, no held-out evaluation: each leaves a hole, none an error."""
+    path = run_folder(tmp_path / "r", {"off": 1})
+    lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [line for line in lines if '"step", ' in line]
+    broken = json.dumps({"kind": "step", "step": 3, "reward_mean": None, "steps_by_strategy": {}})
+    (path / "metrics.jsonl").write_text("\n".join([*steps, broken, steps[0][:20]]), encoding="utf-8")
+    curve = read_curve(path)
+    assert curve.heldout == () and [x for x, _ in curve.training] == [1, 2]
+    ElementTree.fromstring(draw_curves([curve]))
+
+
 def test_a_folder_without_metrics_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="longtail train"):
         read_curve(tmp_path)
