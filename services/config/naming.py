@@ -10,4 +10,4 @@ def strategy_name(strategy: StrategyConfig) -> str:
     if strategy.drafter == "off":
         return "off"
     name = f"{strategy.drafter}_{strategy.depth}_{strategy.topk}_{strategy.num_draft_tokens}"
-    return name if strategy.sampled or strategy.drafter == "suffix" else f"{name}_argmax"
+    return name if strategy.sampled or strategy.drafter != "eagle" else f"{name}_argmax"

@@ -4,15 +4,14 @@ on the root and say the remedy. Standard library and pydantic only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+from services.config.section import Section
+from services.config.warmup import WarmupConfig
 
 
 class ModelConfig(Section):
@@ -82,7 +81,40 @@ class NativeEngine(Section):
 
 
 class SGLangEngine(Section):
+    """A stock SGLang engine per slot. `max_len` bounds prompt + response; `tp` GPUs of the slot share the model."""
+
     type: Literal["sglang"] = "sglang"
+    tp: int = Field(1, ge=1)
+    max_running: int = Field(64, ge=1)
+    max_len: int = Field(4096, ge=8)
+    mem_fraction: float = Field(0.8, gt=0, lt=1)  # of the GPU's memory, for weights and KV cache
+    kv_tokens: int | None = Field(None, ge=1)  # None: whatever mem_fraction leaves; set it when slots share a GPU
+    attention_backend: Literal["triton", "fa3", "flashinfer"] = "triton"
+    # Each rollout's own random numbers, whatever else is in the batch; slower, and only with argmax drafts.
+    deterministic: bool = False
+    stream_interval: int = Field(32, ge=1)  # tokens between two pieces of news of a running request, roughly
+    load_format: Literal["auto", "dummy"] = "auto"  # dummy: start on random weights, the run's arrive anyway
+    release_memory: bool = False  # the KV cache and the weights can be released while the slot's GPU is lent out
+    engine_args: dict[str, int | float | bool | str] = Field(default_factory=dict)  # further arguments of sglang.Engine
+
+
+# Arguments of sglang.Engine that the rest of this tree decides, by how they begin.
+_OWN_ENGINE_ARGS = (
+    "model_path", "speculative_", "tp_size", "max_running_requests", "context_length", "mem_fraction_static",
+    "max_total_tokens", "attention_backend", "enable_deterministic_inference", "random_seed", "skip_tokenizer_init",
+    "stream_interval", "enable_memory_saver", "enable_weights_cpu_backup", "enable_draft_weights_cpu_backup",
+    "base_gpu_id", "custom_", "load_format", "dp_size", "pp_size", "dtype",
+    "preferred_sampling_params", "incremental_streaming_output",  # another distribution; news in pieces
+)  # fmt: skip
+
+
+def engine_arg_problems(arguments: Iterable[str]) -> Iterator[str]:
+    for name in arguments:
+        if name.startswith(_OWN_ENGINE_ARGS):
+            yield (
+                f"rollout.engine.engine_args.{name} is decided by the rest of the configuration (a lossy acceptance "
+                "threshold could slip in here otherwise): remove it"
+            )
 
 
 class RolloutConfig(Section):
@@ -97,7 +129,7 @@ class RolloutConfig(Section):
 class StrategyConfig(Section):
     """`num_draft_tokens` counts the root, as in SGLang: topk 1 means depth + 1."""
 
-    drafter: Literal["off", "eagle", "suffix"] = "off"
+    drafter: Literal["off", "eagle", "suffix", "ngram"] = "off"
     depth: int = Field(0, ge=0)
     topk: int = Field(1, ge=1)
     num_draft_tokens: int = Field(1, ge=1)
@@ -171,6 +203,7 @@ class RewardConfig(Section):
 
 class PolicyConfig(Section):
     learning_rate: float = Field(1e-4, gt=0)
+    decay_steps: int = Field(0, ge=0)  # the learning rate falls linearly to zero over so many steps; 0: constant
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.99)
     grad_clip: float = Field(1.0, gt=0)
@@ -186,12 +219,15 @@ class PolicyConfig(Section):
 
 
 class DrafterConfig(Section):
-    """Online training of the drafter in idle slots."""
+    """The drafter and its online training in idle slots. `aux_layers` (EAGLE-3): the target layers whose outputs it
+    reads, counted from 0; empty: three chosen by the target's depth."""
 
+    method: Literal["eagle", "eagle3"] = "eagle"
+    aux_layers: tuple[int, ...] = ()
     train: bool = True
     learning_rate: float = Field(3e-4, gt=0)
     grad_clip: float = Field(0.5, gt=0)
-    feature_weight: float = Field(0.2, ge=0)  # smooth-L1 on hidden states
+    feature_weight: float = Field(0.2, ge=0)  # smooth-L1 on hidden states; EAGLE-3 matches distributions only
     unroll: int = Field(4, ge=1)  # draft depths trained on, each fed with the one before
     unroll_decay: float = Field(0.8, gt=0, le=1)
     pack_tokens: int = Field(1024, ge=64)
@@ -199,10 +235,21 @@ class DrafterConfig(Section):
     micro_step_budget_s: float = Field(0.1, gt=0)
     threads: int = Field(1, ge=1)
 
+    @model_validator(mode="after")
+    def _layers(self) -> DrafterConfig:
+        ids = self.aux_layers
+        if ids and self.method != "eagle3":
+            raise ValueError(f"method {self.method} reads the last hidden state only: leave aux_layers out")
+        # rising: engines hand the states over in the order of the layers, whatever the order here
+        if ids and (len(ids) != 3 or list(ids) != sorted(set(ids)) or ids[0] < 0):
+            raise ValueError(f"aux_layers {list(ids)} must be three different ids from 0 up, in rising order")
+        return self
+
 
 class CoordinatorConfig(Section):
     lease_s: float = Field(30.0, gt=0)
     call_timeout_s: float = Field(120.0, gt=0)
+    # An SGLang engine compiles kernels at its first start on a new model shape: minutes.
     start_timeout_s: float = Field(180.0, gt=0)
     max_restarts: int = Field(3, ge=0)
 
@@ -216,6 +263,8 @@ class PlacementConfig(Section):
     gpus_per_slot: float = Field(0.0, ge=0)
     policy_cpus: float = Field(0.5, ge=0)
     policy_gpus: float = Field(0.0, ge=0)
+    # Of a private Ray: holds drafters, policies and hidden states of a few steps.
+    object_store_bytes: int = Field(512 * 2**20, ge=2**27)
 
 
 class RunConfig(Section):
@@ -227,23 +276,6 @@ class RunConfig(Section):
     eval_every: int = Field(0, ge=0)  # 0: before and after only
     compare_prompts: int = Field(0, ge=0)  # speculation off against on, same prompts and seeds, at the end
     compare_repeats: int = Field(3, ge=1)
-
-
-class WarmupConfig(Section):
-    """`longtail warmup`: how the pocket model and its first drafter are made, from worked traces."""
-
-    hidden_size: int = Field(96, ge=8)
-    intermediate_size: int = Field(288, ge=8)
-    num_layers: int = Field(8, ge=1)
-    num_heads: int = Field(6, ge=1)
-    num_kv_heads: int = Field(3, ge=1)
-    head_dim: int = Field(16, ge=2)
-    steps: int = Field(600, ge=1)
-    tokens_per_step: int = Field(8192, ge=256)
-    learning_rate: float = Field(2e-3, gt=0)
-    drafter_steps: int = Field(60, ge=0)
-    drafter_learning_rate: float = Field(1e-3, gt=0)
-    eval_prompts: int = Field(512, ge=1)
 
 
 class ClusterConfig(Section):
@@ -259,6 +291,11 @@ class ClusterConfig(Section):
     run: RunConfig = RunConfig()
     warmup: WarmupConfig = WarmupConfig()
 
+    @property
+    def warmup_methods(self) -> tuple[Literal["eagle", "eagle3"], ...]:
+        """The drafters that `longtail warmup` makes, in order."""
+        return self.warmup.drafter_methods or (self.drafter.method,)
+
     @model_validator(mode="after")
     def _possible(self) -> ClusterConfig:
         problems = [*self._engine_problems(), *self._training_problems(), *self._placement_problems()]
@@ -267,25 +304,62 @@ class ClusterConfig(Section):
         return self
 
     def _engine_problems(self) -> Iterator[str]:
-        engine, sampling = self.rollout.engine, self.rollout.sampling
-        if isinstance(engine, NativeEngine):
-            need = self.data.max_prompt_tokens + sampling.max_tokens
-            if need > engine.max_len:
-                yield (
-                    f"data.max_prompt_tokens + rollout.sampling.max_tokens = {need} does not fit "
-                    f"rollout.engine.max_len = {engine.max_len}: raise max_len to {need} or lower max_tokens"
-                )
-            if self.rollout.group_size > engine.max_running:
-                yield (
-                    f"rollout.group_size {self.rollout.group_size} exceeds rollout.engine.max_running "
-                    f"{engine.max_running}: raise max_running or lower group_size"
-                )
+        engine = self.rollout.engine
+        need = self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
+        if need > engine.max_len:
+            yield (
+                f"data.max_prompt_tokens + rollout.sampling.max_tokens = {need} does not fit "
+                f"rollout.engine.max_len = {engine.max_len}: raise max_len to {need} or lower max_tokens"
+            )
+        if self.rollout.group_size > engine.max_running:
+            yield (
+                f"rollout.group_size {self.rollout.group_size} exceeds rollout.engine.max_running "
+                f"{engine.max_running}: raise max_running or lower group_size"
+            )
         lossy = self.speculation.acceptance != "exact" or self.speculation.accept_threshold != 1.0
         if lossy and not self.speculation.allow_lossy:
             yield (
                 "speculation.acceptance and accept_threshold change the sampling distribution: leave them at 'exact' "
                 "and 1.0, or set speculation.allow_lossy: true to accept biased rollouts"
             )
+        yield from self._native_problems() if isinstance(engine, NativeEngine) else self._sglang_problems(engine)
+
+    def _native_problems(self) -> Iterator[str]:
+        drafters = {s.drafter for s in self.speculation.strategies}
+        if self.drafter.method == "eagle3" and "eagle" in drafters:
+            yield (
+                "the native engine does not run EAGLE-3 drafters: drafter.method: eagle3 needs "
+                "rollout.engine.type: sglang; or set drafter.method: eagle"
+            )
+        if "ngram" in drafters:
+            yield "drafter 'ngram' is SGLang's: take 'suffix' with the native engine, or rollout.engine.type: sglang"
+
+    def _sglang_problems(self, engine: SGLangEngine) -> Iterator[str]:
+        sampling, chosen = self.rollout.sampling, self.speculation.strategies
+        if len(chosen) > 1:
+            yield "an SGLang engine runs one strategy from its start: set speculation.selector.type: fixed"
+        for s in chosen:
+            if s.drafter == "suffix":
+                yield "drafter 'suffix' is the native engine's: take 'ngram' with rollout.engine.type: sglang"
+            if s.drafter == "eagle" and s.sampled and s.topk > 1:
+                yield "SGLang samples drafts in chains only: set topk: 1, or sampled: false for an argmax tree"
+            if s.drafter == "eagle" and s.sampled and engine.deterministic:
+                yield "rollout.engine.deterministic needs argmax drafts: set sampled: false in the strategy"
+        if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
+            yield (
+                "SGLang reports logprobs without top_k, top_p and min_p, and its verification ignores min_p: leave "
+                "them off in rollout.sampling, or use the native engine"
+            )
+        if engine.kv_tokens is not None and engine.kv_tokens <= engine.max_len:
+            yield (
+                f"rollout.engine.kv_tokens {engine.kv_tokens} cannot hold one request of max_len {engine.max_len}: "
+                "raise kv_tokens or lower max_len"
+            )
+        if self.speculation.acceptance != "exact":
+            yield "speculation.acceptance 'threshold' is the native engine's: leave it at 'exact' with SGLang"
+        if self.run.compare_prompts:
+            yield "run.compare_prompts switches strategies, an SGLang engine runs one: set it to 0"
+        yield from engine_arg_problems(engine.engine_args)
 
     def _training_problems(self) -> Iterator[str]:
         if self.rollout.group_size < 2:
@@ -295,11 +369,22 @@ class ClusterConfig(Section):
         if self.model.path == "pocket" and self.data.chat_template:
             yield "the pocket model has no chat template: set data.chat_template: false or name another model.path"
 
+    @property
+    def _least_slot_gpus(self) -> float:
+        engine = self.rollout.engine
+        assert isinstance(engine, SGLangEngine)
+        return 0.01 if engine.tp == 1 else engine.tp
+
     def _placement_problems(self) -> Iterator[str]:
         place = self.placement
         if place.mode == "local":
             if place.address is not None:
                 yield "placement.address names a Ray cluster: set placement.mode: ray, or leave address out"
+        elif isinstance(self.rollout.engine, SGLangEngine) and place.gpus_per_slot < self._least_slot_gpus:
+            yield (
+                f"an SGLang engine with tp {self.rollout.engine.tp} needs GPUs in its slot: set "
+                "placement.gpus_per_slot to tp (below 1 when slots share a GPU) and placement.policy_gpus above 0"
+            )
         elif self.model.device == "cuda" and not (place.gpus_per_slot and place.policy_gpus):
             yield (
                 "model.device: cuda, but Ray hides the GPUs from an actor that asks for none: set "

@@ -15,7 +15,7 @@ class DraftStrategy:
     """`depth` draft passes, `topk` branches per node, `num_draft_tokens` nodes to verify including the root."""
 
     name: str
-    drafter: Literal["off", "eagle", "suffix"]
+    drafter: Literal["off", "eagle", "suffix", "ngram"]
     depth: int
     topk: int
     num_draft_tokens: int

@@ -14,7 +14,6 @@ from services.config.schema import (
     ClusterConfig,
     EpsilonGreedySelector,
     FileData,
-    FixedSelector,
     NativeEngine,
     ReasoningGymData,
     SGLangEngine,
@@ -103,7 +102,8 @@ def test_a_variant_without_its_type_is_the_default_one() -> None:
 
 def test_changing_the_type_drops_the_old_variants_keys(tmp_path: Path) -> None:
     preset = written(tmp_path, "preset.yaml", "rollout: {engine: {type: native, max_running: 9}}")
-    assert load_config(preset, overrides=["rollout.engine.type=sglang"]).rollout.engine == SGLangEngine()
+    overrides = ["rollout.engine.type=sglang", "placement={gpus_per_slot: 1, policy_gpus: 1}"]
+    assert load_config(preset, overrides=overrides).rollout.engine == SGLangEngine()
     config = load_config(overrides=["data.source.path=prompts.jsonl", "data.source.type=file"])
     assert config.data.source == FileData(path=Path("prompts.jsonl"))
 
@@ -121,8 +121,8 @@ def test_another_drafter_makes_another_strategy(tmp_path: Path) -> None:
 
 
 def test_a_key_of_another_variant_says_so() -> None:
-    text = mistake("rollout.engine.type=sglang", "rollout.engine.max_len=9")
-    assert "rollout.engine.max_len belongs to type native, but rollout.engine.type is sglang" in text
+    text = mistake("rollout.engine.type=sglang", "rollout.engine.threads=9")
+    assert "rollout.engine.threads belongs to type native, but rollout.engine.type is sglang" in text
 
 
 def test_an_unknown_variant_lists_the_known_ones() -> None:
@@ -158,11 +158,12 @@ def test_did_you_mean(override: str, meant: str) -> None:
     assert meant in text
 
 
-# Paths through the default variants, where a mistaken neighbour can stand; a key inside a list has no dotted path.
+# Paths through the default variants, where a mistaken neighbour can stand; a key inside a list has no dotted path, and
+# one of two letters ("tp") is not to be recognised by one of them.
 REAL_KEYS = sorted(
     path
     for _, path in all_keys()
-    if ".buckets" not in path and not path.endswith((".type", ".path", ".on_bad_row", ".epsilon", ".window"))
+    if ".buckets" not in path and not path.endswith((".type", ".path", ".on_bad_row", ".epsilon", ".window", ".tp"))
 )
 
 
@@ -270,6 +271,18 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
         (["rollout.sampling.temperature=0"], "varied rollouts", "temperature above 0"),
         (["speculation.acceptance=threshold"], "change the sampling distribution", "speculation.allow_lossy: true"),
         (["speculation.accept_threshold=0.9"], "change the sampling distribution", "speculation.allow_lossy: true"),
+        (
+            [
+                "drafter.method=eagle3",
+                "speculation.selector.strategy={drafter: eagle, depth: 3, num_draft_tokens: 4}",
+            ],
+            "native engine does not run EAGLE-3",
+            "drafter.method: eagle3 needs rollout.engine.type: sglang",
+        ),
+        (["drafter.aux_layers=[1, 2, 3]"], "reads the last hidden state only", "leave aux_layers out"),
+        (["drafter.method=eagle3", "drafter.aux_layers=[1, 2]"], "three different ids", "rising order"),
+        (["drafter.method=eagle3", "drafter.aux_layers=[3, 2, 5]"], "three different ids", "rising order"),
+        (["drafter.method=eagle3", "drafter.aux_layers=[-1, 2, 5]"], "three different ids", "from 0 up"),
         (["data.chat_template=true"], "no chat template", "data.chat_template: false"),
         (["model.device=cuda"], "Ray hides the GPUs", "placement.gpus_per_slot"),
         (["placement.mode=local", "placement.address=auto"], "names a Ray cluster", "placement.mode: ray"),
@@ -301,6 +314,20 @@ def test_impossible_combinations_say_the_remedy(overrides: list[str], problem: s
 def test_every_impossible_combination_is_told() -> None:
     lines = mistake("rollout.group_size=1", "rollout.sampling.temperature=0").splitlines()
     assert lines[0] == "2 mistakes in the configuration:" and len(lines) == 3
+
+
+def test_eagle3_runs_on_sglang_and_warms_up_anywhere() -> None:
+    chain = "speculation.selector.strategy={drafter: eagle, depth: 3, num_draft_tokens: 4}"
+    config = load_config(
+        overrides=[
+            "drafter={method: eagle3, aux_layers: [0, 2, 5]}",
+            "rollout.engine.type=sglang",
+            "placement={gpus_per_slot: 1, policy_gpus: 1}",
+            chain,
+        ]
+    )
+    assert config.drafter.aux_layers == (0, 2, 5)
+    assert load_config(overrides=["drafter.method=eagle3"]), "no strategy drafts with it: nothing the engine must run"
 
 
 def test_a_lossy_mode_runs_when_asked_for() -> None:
@@ -343,15 +370,25 @@ def test_a_dumped_configuration_loads_equal(
     assert load_config(path) == base
 
 
-def test_every_variant_survives_the_round_trip(tmp_path: Path) -> None:
-    config = load_config(
-        overrides=[
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [
             "data.source={type: file, path: p.parquet, on_bad_row: skip}",
-            "rollout.engine.type=sglang",
             "speculation.selector={type: epsilon_greedy, buckets: [{strategies: [{}]}, "
             "{min_running: 5, strategies: [{drafter: suffix, depth: 2, num_draft_tokens: 3}]}]}",
-        ]
-    )
-    assert isinstance(config.speculation.selector, EpsilonGreedySelector)
-    assert not isinstance(config.speculation.selector, FixedSelector)
+        ],
+        [
+            "rollout.engine={type: sglang, tp: 2, kv_tokens: 9000}",
+            "rollout.engine.engine_args={chunked_prefill_size: 64, log_level: off}",
+            "placement={gpus_per_slot: 2, policy_gpus: 1}",
+            "speculation.selector.strategy={drafter: eagle, depth: 2, num_draft_tokens: 3}",
+        ],
+    ],
+    ids=["native", "sglang"],
+)
+def test_every_variant_survives_the_round_trip(tmp_path: Path, overrides: list[str]) -> None:
+    config = load_config(overrides=overrides)
+    several = isinstance(config.speculation.selector, EpsilonGreedySelector)
+    assert several != isinstance(config.rollout.engine, SGLangEngine)
     assert load_config(written(tmp_path, "dumped.yaml", dump_config(config))) == config

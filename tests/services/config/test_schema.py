@@ -1,0 +1,180 @@
+"""What the two rollout engines cannot have, each with its remedy."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.config.load import load_config
+from services.config.schema import SGLangEngine, engine_arg_problems
+from services.core.errors import ConfigError
+
+SGLANG = ("rollout.engine.type=sglang", "placement={gpus_per_slot: 1, policy_gpus: 1}")
+
+
+def strategy(drafter: str, depth: int, topk: int = 1, nodes: int | None = None, sampled: bool = False) -> str:
+    nodes = depth + 1 if nodes is None else nodes
+    return (
+        f"speculation.selector.strategy={{drafter: {drafter}, depth: {depth}, topk: {topk}, "
+        f"num_draft_tokens: {nodes}, sampled: {str(sampled).lower()}}}"
+    )
+
+
+def mistakes(*overrides: str) -> list[str]:
+    """One a line; none when the configuration is possible."""
+    try:
+        load_config(overrides=overrides)
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        return lines if len(lines) == 1 else lines[1:]
+    return []
+
+
+# ------------------------------------------------------------------ SGLang
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        strategy("eagle", 3, sampled=True),
+        strategy("eagle", 3),
+        strategy("eagle", 3, 4, 12),
+        strategy("ngram", 4),
+        strategy("ngram", 4, 3, 10),
+        "speculation.selector={type: fixed}",
+    ],
+)
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_what_sglang_runs(chosen: str, method: str) -> None:
+    assert mistakes(*SGLANG, chosen, f"drafter.method={method}") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem", "remedy"),
+    [
+        ([strategy("suffix", 4)], "'suffix' is the native engine's", "take 'ngram' with rollout.engine.type: sglang"),
+        ([strategy("eagle", 3, 2, 6, sampled=True)], "samples drafts in chains only", "set topk: 1, or sampled: false"),
+        (
+            [strategy("eagle", 3, sampled=True), "rollout.engine.deterministic=true"],
+            "deterministic needs argmax drafts",
+            "set sampled: false in the strategy",
+        ),
+        (
+            [
+                "speculation.selector={type: epsilon_greedy, buckets: "
+                "[{strategies: [{}]}, {min_running: 4, strategies: [{}]}]}"
+            ],
+            "runs one strategy from its start",
+            "set speculation.selector.type: fixed",
+        ),
+        (["rollout.sampling.top_k=5"], "logprobs without top_k", "use the native engine"),
+        (["rollout.sampling.top_p=0.9"], "logprobs without top_k", "use the native engine"),
+        (["rollout.sampling.min_p=0.1"], "logprobs without top_k", "use the native engine"),
+        (
+            ["speculation={acceptance: threshold, allow_lossy: true}"],
+            "'threshold' is the native engine's",
+            "leave it at 'exact' with SGLang",
+        ),
+        (["run.compare_prompts=8"], "an SGLang engine runs one", "set it to 0"),
+        (
+            ["rollout.engine.max_len=900", "rollout.engine.kv_tokens=900"],
+            "kv_tokens 900 cannot hold one request of max_len 900",
+            "raise kv_tokens or lower max_len",
+        ),
+        (["rollout.engine.max_len=700"], "does not fit rollout.engine.max_len = 700", "raise max_len to 768"),
+        (["rollout.engine.max_running=7"], "exceeds rollout.engine.max_running 7", "raise max_running"),
+        (
+            ["rollout.engine.tp=2"],
+            "an SGLang engine with tp 2 needs GPUs in its slot",
+            "set placement.gpus_per_slot to tp",
+        ),
+        (["placement.gpus_per_slot=0"], "an SGLang engine with tp 1 needs GPUs", "below 1 when slots share a GPU"),
+    ],
+)
+def test_what_sglang_cannot_have(overrides: list[str], problem: str, remedy: str) -> None:
+    (line,) = mistakes(*SGLANG, *overrides)
+    assert problem in line and remedy in line
+
+
+def test_slots_may_share_a_gpu_and_one_may_have_several() -> None:
+    assert mistakes(*SGLANG, "placement.gpus_per_slot=0.4") == []
+    assert mistakes(*SGLANG, "rollout.engine.tp=2", "placement.gpus_per_slot=2") == []
+    assert mistakes("rollout.engine.type=sglang", "placement.mode=local") == [], "Ray places nothing there"
+
+
+def test_deterministic_argmax_drafts_run() -> None:
+    assert mistakes(*SGLANG, strategy("eagle", 3), "rollout.engine.deterministic=true") == []
+    assert mistakes(*SGLANG, strategy("ngram", 3, sampled=True), "rollout.engine.deterministic=true") == []
+
+
+def test_every_problem_is_told_at_once() -> None:
+    lines = mistakes(
+        *SGLANG,
+        strategy("suffix", 4),
+        "rollout.sampling.top_p=0.9",
+        "rollout.engine.engine_args={dtype: half, tp_size: 2}",
+    )
+    assert len(lines) == 4
+
+
+# ------------------------------------------------------------------ engine_args
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "speculative_accept_threshold_single", "speculative_accept_threshold_acc", "speculative_algorithm",
+        "speculative_use_rejection_sampling", "model_path", "tp_size", "dp_size", "pp_size", "max_running_requests",
+        "context_length", "mem_fraction_static", "max_total_tokens", "attention_backend", "random_seed",
+        "enable_deterministic_inference", "skip_tokenizer_init", "stream_interval", "incremental_streaming_output",
+        "preferred_sampling_params", "enable_memory_saver", "enable_weights_cpu_backup",
+        "enable_draft_weights_cpu_backup", "base_gpu_id", "custom_weight_loader", "custom_sigquit_handler",
+        "load_format", "dtype",
+    ],
+)  # fmt: skip
+def test_row_18_nothing_slips_in_through_engine_args(name: str) -> None:
+    """A lossy threshold would bias every rollout, and another name of a setting would contradict the tree."""
+    (line,) = mistakes(*SGLANG, f"rollout.engine.engine_args={{{name}: 0.9}}")
+    assert (
+        f"rollout.engine.engine_args.{name} is decided by the rest of the configuration" in line and "remove it" in line
+    )
+    assert mistakes(*SGLANG, f"rollout.engine.engine_args={{{name}: 0.9}}", "speculation.allow_lossy=true"), (
+        "not even then"
+    )
+
+
+@given(st.text(st.characters(categories=["Ll", "Nd"], include_characters="_"), max_size=20))
+def test_row_18_every_speculative_argument_is_refused(rest: str) -> None:
+    assert len(list(engine_arg_problems([f"speculative_{rest}", "chunked_prefill_size"]))) == 1
+
+
+def test_other_arguments_of_the_engine_are_handed_on() -> None:
+    overrides = [*SGLANG, "rollout.engine.engine_args={chunked_prefill_size: 2048, log_level: info, page_size: 16}"]
+    engine = load_config(overrides=overrides).rollout.engine
+    assert isinstance(engine, SGLangEngine) and engine.engine_args["chunked_prefill_size"] == 2048
+
+
+# ------------------------------------------------------------------ the native engine
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem", "remedy"),
+    [
+        ([strategy("ngram", 3)], "drafter 'ngram' is SGLang's", "take 'suffix' with the native engine"),
+        (
+            [strategy("eagle", 3), "drafter.method=eagle3"],
+            "does not run EAGLE-3",
+            "needs rollout.engine.type: sglang; or set drafter.method: eagle",
+        ),
+    ],
+)
+def test_what_the_native_engine_cannot_have(overrides: list[str], problem: str, remedy: str) -> None:
+    (line,) = mistakes(*overrides)
+    assert problem in line and remedy in line
+
+
+def test_what_only_the_native_engine_runs() -> None:
+    assert mistakes(strategy("suffix", 4)) == []
+    assert mistakes(strategy("eagle", 3, 2, 6, sampled=True), "rollout.sampling.top_p=0.9") == []
+    assert mistakes(strategy("suffix", 4), "drafter.method=eagle3") == [], "nothing drafts with it"
