@@ -40,7 +40,8 @@ def drafter_loss(
     temperature: float,
 ) -> DrafterLoss:
     """This batch's share of the micro-step's loss: the mean over depths, weighted decay^j, of soft cross-entropy with
-    the target's distribution + feature_weight * smooth-L1 between hidden states, both averaged over supervised entries.
+    the target's distribution + feature_weight * smooth-L1 between hidden states, both averaged over supervised entries
+    (weight 0 for a method that only matches distributions).
 
     predicted: [R,W,H] per depth; head [V,H]; `counts` over all batches of the micro-step, so that the sum of the shares
     does not depend on the packing. The loss compares at temperature 1, `overlap` at the run's `temperature`.
@@ -58,8 +59,10 @@ def drafter_loss(
             continue
         drafted = F.linear(out[mask], head).float()
         entropy = -(target_logprobs[among].exp() * drafted.log_softmax(-1)).sum()
-        feature = F.smooth_l1_loss(out[mask], rows.target_hidden[mask], reduction="sum") / out.shape[-1]
-        total = total + decay**j / counts[j] * (entropy + feature_weight * feature)
+        if feature_weight:
+            feature = F.smooth_l1_loss(out[mask], rows.target_hidden[mask], reduction="sum") / out.shape[-1]
+            entropy = entropy + feature_weight * feature
+        total = total + decay**j / counts[j] * entropy
         overlap.append(float(_overlap(target[among], drafted.detach(), temperature).sum()))
     scale = sum(decay**j for j, n in enumerate(counts) if n)
     return DrafterLoss(total / scale if scale else total, tuple(overlap))

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.core.errors import BatchError
+from services.models.drafter import DrafterMethod
 from services.models.hidden import HiddenStates, align
 from services.models.packing import RowLayout, block_causal, fill_rows, plan_rows, row_layout
 
 
 @dataclass(frozen=True)
 class DraftRows:
-    """The fields of `Aligned` in rows: ids, loss_mask [R,W]; hidden, target_hidden [R,W,H]; `members` are indices into
-    the packed list. Sequences in one row never see each other (`visible`)."""
+    """The fields of `Aligned` in rows: ids, loss_mask [R,W]; inputs [R,W,S]; target_hidden [R,W,H]; `members` are
+    indices into the packed list. Sequences in one row never see each other (`visible`)."""
 
     ids: Tensor
-    hidden: Tensor
+    inputs: Tensor
     target_hidden: Tensor
     loss_mask: Tensor
     layout: RowLayout
@@ -37,9 +39,23 @@ class DraftRows:
         return self.layout.filled & (self.layout.positions >= depth)
 
 
+def check_states(states: Sequence[HiddenStates], method: DrafterMethod) -> None:
+    """Raises BatchError for states that a drafter of this method and target cannot read."""
+    for s in states:
+        for found, wanted in (
+            (s.hidden.shape[1], method.target.hidden_size),
+            (s.inputs.shape[1], method.state_size),
+        ):
+            if found != wanted:
+                raise BatchError(
+                    f"hidden states of size {found} reached a drafter of size {wanted} ({method.title}, which reads "
+                    f"{method.reads}): they come from another target, or were collected for another drafter.method"
+                )
+
+
 def pack_states(states: Sequence[HiddenStates], budget: int, device: torch.device) -> list[DraftRows]:
     """Align and pack; batches of at most `budget` tokens, padding included (a longer sequence gets its own)."""
-    aligned = [align(s.input_ids, s.hidden.float(), s.loss_mask) for s in states]
+    aligned = [align(s) for s in states]
     lengths = [int(a.ids.shape[0]) for a in aligned]
     rows = []
     for plan in plan_rows(lengths, budget):
@@ -48,8 +64,8 @@ def pack_states(states: Sequence[HiddenStates], budget: int, device: torch.devic
         rows.append(
             DraftRows(
                 ids=fill_rows(layout, [a.ids for a in own]).to(device),
-                hidden=fill_rows(layout, [a.hidden for a in own]).to(device),
-                target_hidden=fill_rows(layout, [a.target_hidden for a in own]).to(device),
+                inputs=fill_rows(layout, [a.inputs.float() for a in own]).to(device),
+                target_hidden=fill_rows(layout, [a.target_hidden.float() for a in own]).to(device),
                 loss_mask=fill_rows(layout, [a.loss_mask for a in own]).to(device),
                 layout=layout.to(device),
                 members=plan.members,

@@ -15,11 +15,11 @@ from services.core.protocols import Clock
 from services.core.types import AcceptanceEstimate, DrafterProgress, HiddenStateChunk
 from services.drafter.buffer import HiddenStateBuffer
 from services.drafter.head import read_target_head, target_head
+from services.drafter.packing import check_states
 from services.drafter.progress import summarise
 from services.drafter.state import DrafterState, check_state
 from services.drafter.trainer import DrafterTrainer, MicroStep
 from services.models.device import pick_device
-from services.models.drafter import drafter_names
 from services.models.files import model_dir, read_config
 from services.models.hidden import HiddenStates
 from services.models.layers import model_spec
@@ -72,9 +72,7 @@ class DrafterService:
                 f"hidden-state chunk of step {chunk.step} says {stated} (sequences, tokens, policy versions) "
                 f"but brought {counted}"
             )
-        sizes = {h.hidden.shape[1] for h in tensors} - {self._trainer.spec.hidden_size}
-        if sizes:
-            raise BatchError(f"hidden states of size {sizes} reached a drafter of {self._trainer.spec.hidden_size}")
+        check_states(tensors, self._trainer.method)
         self._buffer.add(tensors)
 
     def train(self, budget_s: float, epoch: int) -> DrafterProgress:
@@ -98,7 +96,7 @@ class DrafterService:
 
     def export(self, state: DrafterState) -> tuple[int, dict[str, Tensor]]:
         """(number of tensors, the trainable tensors only), as rollout servers load them."""
-        check_tensors(state["tensors"], drafter_names(self._trainer.spec), "drafter export")
+        check_tensors(state["tensors"], self._trainer.method.names(), "drafter export")
         tensors = {name: t.clone() for name, t in state["tensors"].items()}
         return len(tensors), tensors
 
@@ -109,7 +107,7 @@ class DrafterService:
         """
         tensors = evenly(tensors, ESTIMATE_TOKENS)
         for state in drafters.values():
-            check_state(state, self._trainer.spec)
+            check_state(state, self._trainer.method)
         return [self._trainer.estimate(name, state["tensors"], tensors) for name, state in drafters.items()]
 
     def _check(self, epoch: int) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from torch import Tensor
 
 from services.config.schema import ClusterConfig
 from services.core.errors import DataError, WeightError
-from services.models.drafter import ARCHITECTURES, drafter_names
+from services.models.drafter import DrafterMethod
 from services.models.files import drafter_dir, model_dir, read_config, read_tensors
-from services.models.layers import ModelSpec, model_spec
+from services.models.layers import model_spec
+from services.models.methods import drafter_method
 from services.models.target import check_tensors
 
 
@@ -27,9 +28,9 @@ class DrafterState(TypedDict):
     updates: int
 
 
-def fresh_state(tensors: Mapping[str, Tensor], spec: ModelSpec) -> DrafterState:
+def fresh_state(tensors: Mapping[str, Tensor], method: DrafterMethod) -> DrafterState:
     """A state at step 0 around checked tensors. Raises WeightError for anything but exactly the drafter's tensors."""
-    check_tensors(tensors, drafter_names(spec), "drafter")
+    check_tensors(tensors, method.names(), "drafter")
     return DrafterState(
         tensors={name: t.detach().float().clone() for name, t in tensors.items()},
         optimizer={"exp_avg": {}, "exp_avg_sq": {}},
@@ -38,9 +39,9 @@ def fresh_state(tensors: Mapping[str, Tensor], spec: ModelSpec) -> DrafterState:
     )
 
 
-def check_state(state: DrafterState, spec: ModelSpec) -> None:
+def check_state(state: DrafterState, method: DrafterMethod) -> None:
     """Refuse a state that does not fit before anything of it is adopted."""
-    names = drafter_names(spec)
+    names = method.names()
     check_tensors(state["tensors"], names, "drafter")
     for part, moments in state["optimizer"].items():
         if moments:
@@ -52,34 +53,23 @@ def check_state(state: DrafterState, spec: ModelSpec) -> None:
         )
 
 
-def read_drafter(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """Trainable tensors of an exported drafter. Raises DataError when its config.json is of another model, WeightError
-    when the tensors are not exactly the drafter's (zero matching tensors included)."""
+def read_drafter(folder: Path, method: DrafterMethod) -> dict[str, Tensor]:
+    """Trainable tensors of an exported drafter. Raises DataError when its config.json is of another method or target,
+    WeightError when the tensors are not exactly the drafter's (zero matching tensors included)."""
     if not folder.is_dir():
         raise DataError(f"no drafter at {folder}: run `longtail warmup` to make one, or set drafter.train to false")
-    config = read_config(folder)
-    _check_config(config, spec, folder)
+    problem = next(method.config_problems(read_config(folder)), None)
+    if problem is not None:
+        raise DataError(f"{folder / 'config.json'} {problem}")
     tensors = read_tensors(folder)
-    check_tensors(tensors, drafter_names(spec), "drafter")
+    for name in method.engine_zeros().keys() & tensors.keys():
+        if bool(tensors.pop(name).any()):
+            raise DataError(f"{folder}: {name} is not zero, but drafters here have none: train the drafter without it")
+    check_tensors(tensors, method.names(), "drafter")
     return tensors
-
-
-def _check_config(config: Mapping[str, Any], spec: ModelSpec, folder: Path) -> None:
-    wanted = ARCHITECTURES[spec.model_type]
-    if wanted not in (config.get("architectures") or ()):
-        raise DataError(
-            f"{folder / 'config.json'} has architectures {config.get('architectures')}, but a {spec.model_type} target "
-            f"needs ['{wanted}']: this drafter was made for another target or another method"
-        )
-    for key, have in (("hidden_size", spec.hidden_size), ("vocab_size", spec.vocab_size)):
-        if config.get(key) != have:
-            raise DataError(
-                f"{folder / 'config.json'} has {key} {config.get(key)}, the target has {have}: "
-                "use the drafter made for this target"
-            )
 
 
 def initial_drafter_state(config: ClusterConfig) -> DrafterState:
     """Step 0 of a run, from the `drafter` folder that belongs to the model folder."""
-    spec = model_spec(read_config(model_dir(config.model.path)))
-    return fresh_state(read_drafter(drafter_dir(config.model.path), spec), spec)
+    method = drafter_method(config.drafter, model_spec(read_config(model_dir(config.model.path))))
+    return fresh_state(read_drafter(drafter_dir(config.model.path, method.name), method), method)

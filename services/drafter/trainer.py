@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from services.config.schema import DrafterConfig
-from services.core.errors import BatchError, WeightError
+from services.core.errors import WeightError
 from services.core.types import AcceptanceEstimate
 from services.drafter.head import TargetHead
 from services.drafter.loss import DrafterLoss, chain_lengths, drafter_loss, expected_acceptance, supervised_counts
-from services.drafter.packing import DraftRows, pack_states
+from services.drafter.packing import DraftRows, check_states, pack_states
 from services.drafter.state import DrafterState, check_state
 from services.drafter.unroll import unroll
-from services.models.drafter import EagleDrafter
+from services.models.drafter import Drafter
 from services.models.hidden import HiddenStates
 from services.models.layers import ModelSpec, RopeTable
+from services.models.methods import drafter_method
 
 BETAS = (0.9, 0.95)
 
@@ -45,15 +46,16 @@ class DrafterTrainer:
 
     def __init__(self, spec: ModelSpec, config: DrafterConfig, temperature: float, device: torch.device) -> None:
         self.spec = spec
+        self.method = drafter_method(config, spec)
         self.config = config
         self.temperature = temperature
         self.device = device
         self.total_steps = 0  # micro-steps, also those that changed nothing
         self.updates = 0  # AdamW steps
-        self._drafter = EagleDrafter(spec).to(device)
+        self._drafter = Drafter(self.method).to(device)
         self._optimizer = self._new_optimizer()
         self._head: TargetHead | None = None
-        self._rope = RopeTable(spec, 0, device, torch.float32)
+        self._rope = RopeTable(self.method.spec, 0, device, torch.float32)
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(self._drafter.parameters(), lr=self.config.learning_rate, betas=BETAS, weight_decay=0)
@@ -90,34 +92,28 @@ class DrafterTrainer:
         return MicroStep(loss, means, tokens, norm, math.isfinite(norm))
 
     def _pack(self, states: Sequence[HiddenStates]) -> list[DraftRows]:
-        for s in states:
-            if s.hidden.shape[1] != self.spec.hidden_size:
-                raise BatchError(
-                    f"hidden states of size {s.hidden.shape[1]} reached a drafter of size {self.spec.hidden_size}: "
-                    "they come from another target"
-                )
+        check_states(states, self.method)
         # detached: states that still hang on the policy's graph would send the drafter's gradient into the policy
-        cut = [replace(s, hidden=s.hidden.detach()) for s in states]
+        cut = [s.detached() for s in states]
         batches = pack_states(cut, self.config.pack_tokens, self.device)
         self._grow_rope(max((b.layout.segments.shape[1] for b in batches), default=0))
         return batches
 
     def _grow_rope(self, length: int) -> None:
         if length > self._rope.cos.shape[0]:
-            self._rope = RopeTable(self.spec, 2 * length, self.device, torch.float32)
+            self._rope = RopeTable(self.method.spec, 2 * length, self.device, torch.float32)
 
     def _loss(self, rows: DraftRows, counts: Sequence[int]) -> DrafterLoss:
         config, head = self.config, self.head
         predicted = unroll(self._drafter, rows, head.embed, self._rope, config.unroll)
-        return drafter_loss(
-            predicted, rows, head.head, counts, config.feature_weight, config.unroll_decay, self.temperature
-        )
+        feature_weight = config.feature_weight if self.method.matches_features else 0.0
+        return drafter_loss(predicted, rows, head.head, counts, feature_weight, config.unroll_decay, self.temperature)
 
     @torch.no_grad()
     def estimate(self, name: str, tensors: dict[str, Tensor], states: Sequence[HiddenStates]) -> AcceptanceEstimate:
         """Teacher-forced acceptance of any drafter on `states`, at the run's temperature; this trainer's own drafter
         is left alone. `num_tokens` counts the start positions averaged over."""
-        drafter = EagleDrafter(self.spec).to(self.device)
+        drafter = Drafter(self.method).to(self.device)
         drafter.load(tensors)
         depths = self.config.unroll
         sums, counts, length, starts = [0.0] * depths, [0] * depths, 0.0, 0
@@ -135,7 +131,7 @@ class DrafterTrainer:
 
     def load_state(self, state: DrafterState) -> None:
         """Adopt tensors, optimizer state and step count, all or nothing (WeightError)."""
-        check_state(state, self.spec)
+        check_state(state, self.method)
         self._drafter.load(state["tensors"])
         self._optimizer = self._new_optimizer()
         self.total_steps, self.updates = state["total_steps"], state["updates"]

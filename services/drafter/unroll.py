@@ -1,9 +1,9 @@
 """The drafter run several draft depths deep, as the engine will run it (EAGLE-3's "training-time test", HASS).
 
-Entry t of depth 0 sees true target hidden states only. Entry t of depth j continues the chain that started at
+Entry t of depth 0 sees true target states only. Entry t of depth j continues the chain that started at
 s = t - j: its input is the drafter's own output of depth j - 1 at t - 1, and it attends
 
-    depth-0 keys/values of entries <= s        the engine's drafter context, from true target hidden states
+    depth-0 keys/values of entries <= s        the engine's drafter context, from true target states
     depth-i keys/values of entry s + i, 1 <= i <= j        the chain's own drafts, on a diagonal
 
 An entry's rotary position is its index at every depth. All chains of a row run at once: depth j is one forward pass.
@@ -16,26 +16,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.drafter.packing import DraftRows
-from services.models.drafter import EagleDrafter, draft_forward
+from services.models.drafter import Drafter
 from services.models.layers import Attend, RopeTable, masked_attention
 from services.models.packing import additive
 
 
-def unroll(drafter: EagleDrafter, rows: DraftRows, embed: Tensor, rope: RopeTable, depths: int) -> list[Tensor]:
+def unroll(drafter: Drafter, rows: DraftRows, embed: Tensor, rope: RopeTable, depths: int) -> list[Tensor]:
     """Predicted hidden states of depths 0..depths-1, each [R,W,H], to compare with `rows.target_hidden`.
 
     `embed` is the target's [V,H] and gets no gradient. Entries whose chain would start before their sequence
     (`rows.started(j)` false) hold meaningless numbers, which no other entry ever reads.
     """
-    layer, fc = drafter.layer(), drafter.fc()
+    network = drafter.network()
     embeds = F.embedding(rows.ids, embed.detach())
     turns = rope.at(rows.layout.positions)
     attention = _ChainAttention(rows)
-    hidden, outputs = rows.hidden, []
+    hidden, outputs = network.enter(rows.inputs), []
     for depth in range(depths):
-        out = draft_forward(fc, layer, drafter.spec, embeds, hidden, turns, attention.at(depth))
-        outputs.append(out)
-        hidden = _shift(out)
+        out = network.step(embeds, hidden, turns, attention.at(depth))
+        outputs.append(out.predicted)
+        hidden = _shift(out.hidden)
     return outputs
 
 

@@ -1,63 +1,145 @@
-"""The EAGLE drafter network (Li et al. 2024): one decoder layer over [embedding of the next token ; hidden state].
+"""What a drafter method is, and the trainable drafter around one.
 
-It owns `fc` and one layer only. Embedding and LM head are the target's, passed in, never stored: a drafter push can
-therefore not overwrite the target's tensors.
+A method says which tensors a drafter version has, which target states it reads and how one draft depth is computed; the
+engine, the trainer and the export ask it, so that nothing else tells EAGLE from EAGLE-3. No method stores the target's
+embedding or LM head: a drafter push can therefore not overwrite the target's tensors.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from services.models.layers import Attend, LayerWeights, ModelSpec, decoder_layer, layer_weights
-from services.models.target import layer_shapes
+from services.models.layers import Attend, ModelSpec
 
 LAYER_PREFIX = "layers.0."
-ARCHITECTURES = {"llama": "LlamaForCausalLMEagle", "qwen2": "Qwen2ForCausalLMEagle", "qwen3": "Qwen3ForCausalLMEagle"}
 
 
-def drafter_spec(target: ModelSpec) -> ModelSpec:
-    """The target's shape with one layer."""
-    return dataclasses.replace(target, num_layers=1)
+def llama_layer(target: ModelSpec) -> ModelSpec:
+    """One Llama layer of the target's width: the shape of draft layer that engines have whatever the target is."""
+    return replace(target, model_type="llama", num_layers=1, qkv_bias=False, qk_norm=False)
 
 
-def drafter_names(target: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Trainable tensors and shapes: exactly what a drafter version consists of (names as SGLang loads them)."""
-    names: dict[str, tuple[int, ...]] = {"fc.weight": (target.hidden_size, 2 * target.hidden_size)}
-    return names | {LAYER_PREFIX + name: shape for name, shape in layer_shapes(target).items()}
+def llama_config(spec: ModelSpec, target_config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a Llama-shaped drafter, without its architecture: of a Qwen target's, only what both families mean
+    alike may be copied."""
+    alike = ("dtype", "torch_dtype", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
+    return {key: target_config[key] for key in alike if key in target_config} | {
+        "model_type": spec.model_type,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.norm_eps,
+        "rope_parameters": dict(spec.rope),
+        "max_position_embeddings": spec.max_positions,
+        "vocab_size": spec.vocab_size,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
 
 
-def fuse_drafter(tensors: Mapping[str, Tensor], target: ModelSpec) -> LayerWeights:
-    """The layer of a drafter version in the engine's fused form; `fc.weight` is used as it is."""
-    return layer_weights(tensors, LAYER_PREFIX, drafter_spec(target), input_norm=False)
+class DraftStep(NamedTuple):
+    """One draft depth, both [B,Q,H]: `hidden` is what the next depth is fed with, `predicted` what the target's LM head
+    takes (an estimate of the target's last hidden state one position later)."""
+
+    hidden: Tensor
+    predicted: Tensor
 
 
-def draft_forward(
-    fc: Tensor,
-    layer: LayerWeights,
-    spec: ModelSpec,
-    embeds: Tensor,
-    hidden: Tensor,
-    rope: tuple[Tensor, Tensor],
-    attend: Attend,
-) -> Tensor:
-    """embeds, hidden [B,Q,H] -> predicted hidden state of the next position [B,Q,H] (feed it to the LM head)."""
-    fused = nn.functional.linear(torch.cat([embeds, hidden], dim=-1), fc)
-    return decoder_layer(fused, layer, spec, rope, attend)
+class DraftNetwork(Protocol):
+    """The weights of one drafter version in the engine's fused form. Differentiable."""
+
+    def enter(self, states: Tensor) -> Tensor:
+        """Target states [B,Q,S] -> what `step` takes as `hidden` [B,Q,H]; the drafter's own output skips this."""
+
+    def step(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> DraftStep:
+        """embeds [B,Q,H] of the tokens one position later than `hidden` [B,Q,H]."""
 
 
-class EagleDrafter(nn.Module):
-    """Trainable drafter; `tensors()` has the names and shapes of `drafter_names`."""
+@dataclass(frozen=True)
+class DrafterMethod(ABC):
+    """One method for one target. `name` is its value of `drafter.method`; `matches_features`: training also pulls
+    `predicted` towards the target's hidden state, beside the cross-entropy."""
 
-    def __init__(self, target: ModelSpec) -> None:
+    target: ModelSpec
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    matches_features: ClassVar[bool]
+
+    @property
+    @abstractmethod
+    def architecture(self) -> str:
+        """The class of the drafter in an engine's model registry."""
+
+    @property
+    @abstractmethod
+    def spec(self) -> ModelSpec:
+        """Numbers of the drafter's own layer."""
+
+    @property
+    @abstractmethod
+    def aux_layers(self) -> tuple[int, ...]:
+        """Target layers whose outputs the drafter reads, rising; empty: the last hidden state."""
+
+    @property
+    @abstractmethod
+    def reads(self) -> str:
+        """The target states in words."""
+
+    @property
+    def state_size(self) -> int:
+        """S, the width of the target states of one token."""
+        return self.target.hidden_size * max(1, len(self.aux_layers))
+
+    @abstractmethod
+    def names(self) -> dict[str, tuple[int, ...]]:
+        """Trainable tensors and shapes: exactly what a drafter version consists of (names as SGLang loads them)."""
+
+    @abstractmethod
+    def engine_zeros(self) -> dict[str, tuple[int, ...]]:
+        """Tensors that SGLang's class has besides, always zero here. A file or load without them leaves random ones."""
+
+    @abstractmethod
+    def network(self, tensors: Mapping[str, Tensor]) -> DraftNetwork:
+        """Fuse a version's tensors; the caller has checked names and shapes (`check_tensors`)."""
+
+    @abstractmethod
+    def folder_config(self, target_config: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json of an exported drafter, from the target's."""
+
+    def config_problems(self, config: Mapping[str, Any]) -> Iterator[str]:
+        """What keeps a drafter folder's config.json from being this method's for this target, with the remedy."""
+        found = config.get("architectures")
+        if self.architecture not in (found or ()):
+            yield (
+                f"has architectures {found}, but drafter.method: {self.name} and a {self.target.model_type} target "
+                f"needs ['{self.architecture}']: set drafter.method to the one this drafter was made for, or use a "
+                "drafter made for this target"
+            )
+        for key, have in (("hidden_size", self.target.hidden_size), ("vocab_size", self.target.vocab_size)):
+            if config.get(key) != have:
+                yield f"has {key} {config.get(key)}, the target has {have}: use the drafter made for this target"
+
+
+class Drafter(nn.Module):
+    """Trainable drafter; `tensors()` has the names and shapes of its method."""
+
+    def __init__(self, method: DrafterMethod) -> None:
         super().__init__()
-        self.target_spec = target
-        self.spec = drafter_spec(target)
-        self._names = tuple(drafter_names(target))
-        for name, shape in drafter_names(target).items():
+        self.method = method
+        self._names = tuple(method.names())
+        for name, shape in method.names().items():
             self.register_parameter(self._key(name), nn.Parameter(torch.zeros(shape)))
 
     @staticmethod
@@ -69,15 +151,16 @@ class EagleDrafter(nn.Module):
         return {name: getattr(self, self._key(name)) for name in self._names}
 
     def reset(self, generator: torch.Generator) -> None:
-        """Random start: normal with std 0.02, norms at one, and `fc` passing the hidden state through."""
-        h = self.spec.hidden_size
+        """Random start: normal with std 0.02, norms at one, and `fc` passing the (highest) hidden state through, which
+        is its last H columns in every method."""
+        h = self.method.target.hidden_size
         with torch.no_grad():
             for name, p in self.tensors().items():
                 if p.dim() == 1:
                     p.fill_(0.0 if name.endswith("bias") else 1.0)
                 else:
                     p.normal_(0.0, 0.02, generator=generator)
-            self.get_parameter(self._key("fc.weight"))[:, h:] += torch.eye(h)
+            self.get_parameter(self._key("fc.weight"))[:, -h:] += torch.eye(h)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy tensors in; the caller has checked names and shapes (`check_tensors`)."""
@@ -85,8 +168,5 @@ class EagleDrafter(nn.Module):
             for name, p in self.tensors().items():
                 p.copy_(tensors[name])
 
-    def layer(self) -> LayerWeights:
-        return fuse_drafter(self.tensors(), self.target_spec)
-
-    def fc(self) -> Tensor:
-        return self.get_parameter(self._key("fc.weight"))
+    def network(self) -> DraftNetwork:
+        return self.method.network(self.tensors())

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from services.core.errors import DataError
 
 POCKET_DIR = Path(__file__).resolve().parents[2] / "deploy" / "pocket"
+GROWN_FILE = "grown.json"  # of a model made larger without changing what it computes
 
 
 def model_dir(path: str) -> Path:
@@ -24,23 +25,33 @@ def model_dir(path: str) -> Path:
     return folder
 
 
-def drafter_dir(path: str) -> Path:
-    """The drafter's folder, named `drafter`: beside the target's folder, or inside it."""
+def drafter_dir(path: str, method: str) -> Path:
+    """The drafter's folder, inside the target's folder or beside it: `drafter-<method>` where there is one (a warm-up
+    of several methods makes it), else `drafter`."""
     folder = model_dir(path)
-    inside = folder / "drafter"
-    return inside if inside.is_dir() else folder.parent / "drafter"
+    places = [at / name for name in (f"drafter-{method}", "drafter") for at in (folder, folder.parent)]
+    return next((place for place in places if place.is_dir()), places[-1])
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json as a mapping."""
-    file = folder / "config.json"
+    return _read_json(folder / "config.json")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise DataError(f"cannot read {file}: {error}") from error
-    if not isinstance(config, dict):
+    if not isinstance(found, dict):
         raise DataError(f"{file} does not hold a JSON object")
-    return config
+    return found
+
+
+def read_grown(folder: Path) -> dict[str, Any] | None:
+    """What a grown model folder was grown from (keys grown_from, source_shape, source_parameters, parameters,
+    new_weights, note); None for any other. Figures measured with a grown model must say so."""
+    return _read_json(folder / GROWN_FILE) if (folder / GROWN_FILE).is_file() else None
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:

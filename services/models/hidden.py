@@ -6,6 +6,7 @@ it never sees (the fault class of pitfalls row 28).
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -15,45 +16,60 @@ from torch import Tensor
 @dataclass(frozen=True)
 class HiddenStates:
     """One sequence: input_ids int64 [T]; hidden [T,H], the target's last hidden state after its final norm, so that
-    LM head(hidden[t]) predicts input_ids[t+1]; loss_mask bool [T], True where input_ids[t] is a response token."""
+    LM head(hidden[t]) predicts input_ids[t+1]; loss_mask bool [T], True where input_ids[t] is a response token; aux
+    [T,3H], the outputs of the drafter's aux layers side by side (EAGLE-3; None when it reads `hidden` itself)."""
 
     input_ids: Tensor
     hidden: Tensor
     loss_mask: Tensor
     policy_version: int
+    aux: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.input_ids.shape == self.loss_mask.shape == self.hidden.shape[:1]
+        assert self.aux is None or self.aux.shape[:1] == self.input_ids.shape
+
+    @property
+    def inputs(self) -> Tensor:
+        """[T,S]: the states the drafter is fed with."""
+        return self.hidden if self.aux is None else self.aux
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.input_ids, self.hidden, self.loss_mask))
+        parts = (self.input_ids, self.hidden, self.loss_mask, self.aux)
+        return sum(t.numel() * t.element_size() for t in parts if t is not None)
+
+    def detached(self) -> HiddenStates:
+        aux = None if self.aux is None else self.aux.detach()
+        return dataclasses.replace(self, hidden=self.hidden.detach(), aux=aux)
 
 
 @dataclass(frozen=True)
 class Aligned:
-    """Drafter inputs and targets, index t = 0..T-2: from (ids[t], hidden[t]) at `positions[t]` the drafter predicts
+    """Drafter inputs and targets, index t = 0..T-2: from (ids[t], inputs[t]) at `positions[t]` the drafter predicts
     `target_hidden[t]`, whose LM-head distribution is that of the token after ids[t]; `loss_mask[t]` says whether that
     token is a supervised one."""
 
     ids: Tensor
-    hidden: Tensor
+    inputs: Tensor
     positions: Tensor
     target_hidden: Tensor
     loss_mask: Tensor
 
 
-def align(input_ids: Tensor, hidden: Tensor, loss_mask: Tensor) -> Aligned:
-    """EAGLE's shift: token t+1 meets the hidden state of token t, at position t (Li et al. 2024, as SGLang runs it).
+def align(states: HiddenStates) -> Aligned:
+    """EAGLE's shift, and EAGLE-3's: token t+1 meets the target states of token t, at position t (Li et al. 2024, as
+    SGLang runs it).
 
-    input_ids [T], hidden [T,H], loss_mask [T] -> T-1 entries. Entry t draws the distribution of token t+2, so the mask
-    is shifted by two; the last entry would predict a token past the end and is never supervised.
+    T tokens -> T-1 entries. Entry t draws the distribution of token t+2, so the mask is shifted by two; the last entry
+    would predict a token past the end and is never supervised.
     """
-    past_end = torch.zeros_like(loss_mask[1:2])  # nothing at all for a sequence of one token
+    ids, mask = states.input_ids, states.loss_mask
+    past_end = torch.zeros_like(mask[1:2])  # nothing at all for a sequence of one token
     return Aligned(
-        ids=input_ids[1:],
-        hidden=hidden[:-1],
-        positions=torch.arange(input_ids.shape[0] - 1, device=input_ids.device),
-        target_hidden=hidden[1:],
-        loss_mask=torch.cat([loss_mask[2:], past_end]),
+        ids=ids[1:],
+        inputs=states.inputs[:-1],
+        positions=torch.arange(ids.shape[0] - 1, device=ids.device),
+        target_hidden=states.hidden[1:],
+        loss_mask=torch.cat([mask[2:], past_end]),
     )

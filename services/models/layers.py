@@ -86,7 +86,7 @@ def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 class LayerWeights:
     """One decoder layer with q, k, v and gate, up fused, so that a decode step launches fewer kernels."""
 
-    input_norm: Tensor | None  # None in the drafter: EAGLE feeds the fused input without a norm
+    input_norm: Tensor | None  # None in a drafter: EAGLE has none there, EAGLE-3 norms the two halves of its input
     qkv: Tensor
     qkv_bias: Tensor | None
     qk_norm: Tensor | None  # [N+M,D]: one weight row per query and key head, so that one norm serves both
@@ -153,17 +153,24 @@ def rms_norm(x: Tensor, size: tuple[int], weight: Tensor | None, eps: float) -> 
 
 def decoder_layer(x: Tensor, w: LayerWeights, spec: ModelSpec, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
     """One pre-norm decoder layer. x [B,Q,H] -> [B,Q,H]; `attend` stores keys/values and applies the mask."""
-    hidden = (x.shape[-1],)
-    h = x if w.input_norm is None else rms_norm(x, hidden, w.input_norm, spec.norm_eps)
+    h = x if w.input_norm is None else rms_norm(x, (x.shape[-1],), w.input_norm, spec.norm_eps)
+    return attend_and_mix(h, x, w, spec, rope, attend)
+
+
+def attend_and_mix(
+    h: Tensor, x: Tensor, w: LayerWeights, spec: ModelSpec, rope: tuple[Tensor, Tensor], attend: Attend
+) -> Tensor:
+    """The layer behind its input norm: attention reads h [B,Q,.], its result and the MLP's are added to the residual
+    stream x [B,Q,H]."""
     q, kv = project_qkv(h, w, spec, rope)
     mixed = attend(q, kv).flatten(-2)
     x = x + F.linear(mixed, w.out, w.out_bias)
-    gate, up = F.linear(rms_norm(x, hidden, w.post_norm, spec.norm_eps), w.gate_up).chunk(2, dim=-1)
+    gate, up = F.linear(rms_norm(x, (x.shape[-1],), w.post_norm, spec.norm_eps), w.gate_up).chunk(2, dim=-1)
     return x + F.linear(F.silu(gate) * up, w.down)
 
 
 def project_qkv(h: Tensor, w: LayerWeights, spec: ModelSpec, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """h [B,Q,H] -> q [B,Q,N,D] and kv [B,Q,2,M,D], normed (Qwen3) and rotated."""
+    """h [B,Q,H] (2H in EAGLE-3) -> q [B,Q,N,D] and kv [B,Q,2,M,D], normed (Qwen3) and rotated."""
     n, m, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
     heads = F.linear(h, w.qkv, w.qkv_bias).unflatten(-1, (n + 2 * m, d))
     qk = heads[..., : n + m, :]

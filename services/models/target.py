@@ -55,6 +55,14 @@ def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], what: str) -> None:
     """All-or-nothing gate of every weight load: the names and shapes must match exactly and be finite."""
+    check_shapes(tensors, expected, what)
+    for name in expected:
+        if not bool(torch.isfinite(tensors[name]).all()):
+            raise WeightError(f"{what} load refused, nothing changed: {name} holds NaN or infinity")
+
+
+def check_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], what: str) -> None:
+    """The part of `check_tensors` that does not read the numbers."""
     missing, extra = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
     if missing or extra:
         raise WeightError(
@@ -66,8 +74,6 @@ def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[in
             raise WeightError(
                 f"{what} load refused, nothing changed: {name} is {tuple(tensors[name].shape)}, expected {shape}"
             )
-        if not bool(torch.isfinite(tensors[name]).all()):
-            raise WeightError(f"{what} load refused, nothing changed: {name} holds NaN or infinity")
 
 
 class TargetModel:

@@ -6,12 +6,14 @@ function. Without that, temperature 0.7 or top-p 0.9 alone would move the ratio 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from services.models.capture import target_states
 from services.models.sampling import process_logits
 from services.policy.packs import Pack
 
@@ -20,26 +22,28 @@ from services.policy.packs import Pack
 class Scores:
     """logprobs [N] under the processed distribution (-inf: the trainer's top-k/top-p/min-p leaves the token out);
     full_logprobs [N] with the temperature only, finite everywhere, for KL; entropy [N] in nats, no gradient;
-    hidden [R,W,H], the last hidden state after the final norm, from the same forward pass."""
+    hidden [R,W,H], the last hidden state after the final norm, and aux [R,W,A*H], the outputs of the asked-for layers
+    without gradient (None when none are), from the same forward pass."""
 
     logprobs: Tensor
     full_logprobs: Tensor
     entropy: Tensor
     hidden: Tensor
+    aux: Tensor | None
 
 
-def score(model: PreTrainedModel, pack: Pack) -> Scores:
+def score(model: PreTrainedModel, pack: Pack, aux_layers: Sequence[int] = ()) -> Scores:
     """One forward pass of transformers' own model class over a pack; the LM head runs on response positions only."""
-    hidden = model.base_model(
-        input_ids=pack.ids, attention_mask=pack.mask, position_ids=pack.positions, use_cache=False
-    ).last_hidden_state
+    hidden, aux = target_states(
+        model.base_model, aux_layers, input_ids=pack.ids, attention_mask=pack.mask, position_ids=pack.positions
+    )
     predicting = hidden.flatten(0, 1).index_select(0, pack.at)
     logits = model.lm_head(predicting)
     logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    return _score_logits(logits, pack, hidden)
+    return _score_logits(logits, pack, hidden, aux)
 
 
-def _score_logits(logits: Tensor, pack: Pack, hidden: Tensor) -> Scores:
+def _score_logits(logits: Tensor, pack: Pack, hidden: Tensor, aux: Tensor | None) -> Scores:
     processed = process_logits(logits, pack.sampling).log_softmax(-1)
     logprobs = _pick(processed, pack.token_ids)
     full = logprobs
@@ -49,7 +53,7 @@ def _score_logits(logits: Tensor, pack: Pack, hidden: Tensor) -> Scores:
     with torch.no_grad():
         # special.entr would need probabilities; xlogy-like handling of p = 0 by where, as 0 * -inf is NaN
         entropy = -torch.where(processed > -torch.inf, processed.exp() * processed, 0.0).sum(-1)
-    return Scores(logprobs, full, entropy, hidden)
+    return Scores(logprobs, full, entropy, hidden, aux)
 
 
 def _pick(logprobs: Tensor, token_ids: Tensor) -> Tensor:

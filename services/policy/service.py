@@ -15,6 +15,7 @@ from services.models.device import pick_device, pick_dtype
 from services.models.files import model_dir, read_config
 from services.models.hidden import HiddenStates
 from services.models.layers import ModelSpec, model_spec
+from services.models.methods import drafter_method
 from services.models.target import check_tensors, target_names
 from services.policy.trainer import PolicyTrainer
 
@@ -66,5 +67,6 @@ def build_policy_service(config: ClusterConfig, clock: Clock = time.monotonic) -
     device = pick_device(config.model.device)
     dtype = pick_dtype(config.model.dtype)
     autocast = None if dtype == torch.float32 else dtype
-    trainer = PolicyTrainer(load_policy_model(config.model.path, device), config.policy, clock, autocast)
+    aux_layers = drafter_method(config.drafter, spec).aux_layers
+    trainer = PolicyTrainer(load_policy_model(config.model.path, device), config.policy, clock, autocast, aux_layers)
     return PolicyService(trainer, spec, publish_dtype=dtype)

@@ -37,10 +37,16 @@ class PolicyStep:
 
 
 class PolicyTrainer:
-    """Owns the policy's weights in float32 and AdamW's state. `autocast` is the forward's dtype, None for float32."""
+    """Owns the policy's weights in float32 and AdamW's state. `autocast` is the forward's dtype, None for float32;
+    `aux_layers` are those whose outputs the drafter reads beside the last hidden state (EAGLE-3)."""
 
     def __init__(
-        self, model: PreTrainedModel, config: PolicyConfig, clock: Clock, autocast: torch.dtype | None = None
+        self,
+        model: PreTrainedModel,
+        config: PolicyConfig,
+        clock: Clock,
+        autocast: torch.dtype | None = None,
+        aux_layers: tuple[int, ...] = (),
     ) -> None:
         # eval: no dropout, or the trainer's logprobs would not be the engine's
         model.train(False)
@@ -49,6 +55,7 @@ class PolicyTrainer:
         self.version = 0
         self._clock = clock
         self._autocast = autocast
+        self._aux_layers = aux_layers
         self._reference = _frozen_copy(model) if config.kl_coef > 0 else None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
@@ -69,6 +76,7 @@ class PolicyTrainer:
         With nothing to train on (every rollout dropped or without a signal) weights, optimizer and version stay.
         """
         started = self._clock()
+        self._set_learning_rate(batch.step)
         work = admit(batch, self.model.config.vocab_size, self.config.zero_variance)
         trained, extra = self._packs(work)
         tally = Tally()
@@ -78,7 +86,7 @@ class PolicyTrainer:
         for epoch in range(self.config.inner_epochs):
             first = epoch == 0
             for pack, ref in zip(trained, ref_logprobs, strict=True):
-                scores = self._learn(pack, ref, tally)
+                scores = self._learn(pack, ref, tally, self._aux_layers if first else ())
                 if first:
                     self._collect(pack, scores, hidden, tally)
             if first:
@@ -98,6 +106,13 @@ class PolicyTrainer:
             ),
             hidden=kept,
         )
+
+    def _set_learning_rate(self, step: int) -> None:
+        """`step` counts from 1; by the step and not by the updates, so that a resumed run goes on where it was."""
+        decay = self.config.decay_steps
+        left = max(0.0, 1 - (step - 1) / decay) if decay else 1.0
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * left
 
     def _packs(self, work: AdmittedBatch) -> tuple[list[Pack], list[Pack]]:
         """(packs of the trained rollouts, packs that only run forward)."""
@@ -120,18 +135,18 @@ class PolicyTrainer:
             )
         return both[0], both[1]
 
-    def _score(self, model: PreTrainedModel, pack: Pack) -> Scores:
+    def _score(self, model: PreTrainedModel, pack: Pack, aux_layers: tuple[int, ...] = ()) -> Scores:
         enabled = self._autocast is not None
         with torch.autocast(self.device.type, dtype=self._autocast, enabled=enabled):
-            return score(model, pack)
+            return score(model, pack, aux_layers)
 
     @torch.no_grad()
     def _reference_logprobs(self, pack: Pack) -> Tensor | None:
         return None if self._reference is None else self._score(self._reference, pack).full_logprobs
 
-    def _learn(self, pack: Pack, ref_logprobs: Tensor | None, tally: Tally) -> Scores:
+    def _learn(self, pack: Pack, ref_logprobs: Tensor | None, tally: Tally, aux_layers: tuple[int, ...]) -> Scores:
         """Forward and backward of one micro-batch; gradients add up in the parameters."""
-        scores = self._score(self.model, pack)
+        scores = self._score(self.model, pack, aux_layers)
         mask = scores.logprobs > -torch.inf
         terms = clipped_surrogate(
             scores.logprobs, pack.rollout_logprobs, pack.advantages, mask, self.config.clip_low, self.config.clip_high
@@ -146,21 +161,24 @@ class PolicyTrainer:
     @torch.no_grad()
     def _forward_only(self, packs: Iterable[Pack], hidden: dict[int, HiddenStates], tally: Tally) -> None:
         for pack in packs:
-            self._collect(pack, self._score(self.model, pack), hidden, tally)
+            self._collect(pack, self._score(self.model, pack, self._aux_layers), hidden, tally)
 
     def _collect(self, pack: Pack, scores: Scores, hidden: dict[int, HiddenStates], tally: Tally) -> None:
         """Cut the pack's hidden states into sequences, on the CPU, free of the graph and of the pack's memory."""
         tally.add_scores(scores, pack.rollout_logprobs)
         states = scores.hidden.detach().float().cpu()
+        aux = None if scores.aux is None else scores.aux.float().cpu()
         ids = pack.ids.cpu()
         places = zip(pack.members, pack.lengths, pack.prompt_lengths, pack.layout.starts, strict=True)
         for i, length, prompt, (row, column) in places:
-            own = states[row, column : column + length].clone()
-            if not bool(torch.isfinite(own).all()):
+            place = (row, slice(column, column + length))
+            own = states[place].clone()
+            own_aux = None if aux is None else aux[place].clone()
+            if not all(bool(torch.isfinite(t).all()) for t in (own, own_aux) if t is not None):
                 tally.bad_hidden += 1
                 continue
             mask = torch.arange(length) >= prompt
-            hidden[i] = HiddenStates(ids[row, column : column + length].clone(), own, mask, self.version)
+            hidden[i] = HiddenStates(ids[place].clone(), own, mask, self.version, own_aux)
 
     def _update(self, tally: Tally) -> bool:
         """Clip and step; a non-finite gradient changes nothing and is reported."""

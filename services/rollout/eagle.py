@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.models.drafter import draft_forward, drafter_names, drafter_spec, fuse_drafter
-from services.models.layers import LayerWeights
+from services.models.drafter import DraftNetwork
+from services.models.eagle import Eagle
 from services.models.sampling import SamplingTensors
 from services.models.target import check_tensors
 from services.rollout.rows import Rows, causal_tail, tail_mask, tail_table
@@ -74,20 +74,19 @@ class EagleDrafting:
 
     def __init__(self, rows: Rows) -> None:
         self._rows, self._target = rows, rows.target
-        self._spec = drafter_spec(rows.target.spec)
-        self._fc: Tensor | None = None
-        self._layer: LayerWeights | None = None
+        self._method = Eagle(rows.target.spec)
+        self._network: DraftNetwork | None = None
 
     @property
     def ready(self) -> bool:
-        return self._layer is not None
+        return self._network is not None
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Adopt a drafter version, all or nothing. Drafter keys/values of running rows are rebuilt when next needed."""
-        check_tensors(tensors, drafter_names(self._target.spec), "drafter")
+        check_tensors(tensors, self._method.names(), "drafter")
         moved = {k: v.detach().to(self._target.device, self._target.dtype, copy=True) for k, v in tensors.items()}
-        self._fc, self._layer = moved["fc.weight"], fuse_drafter(moved, self._target.spec)
+        self._network = self._method.network(moved)
         self._rows.drafted[:] = 0
 
     @torch.no_grad()
@@ -152,7 +151,7 @@ class EagleDrafting:
         outputs.update({node: out[:, i] for i, node in enumerate(level.inner)})
 
     def _forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, write_at: Tensor, mask: Tensor) -> Tensor:
-        assert self._fc is not None and self._layer is not None, "load a drafter version first"
+        assert self._network is not None, "load a drafter version first"
         rope = self._target.rope.at(positions)
         attend = self._rows.draft_kv.attend(0, write_at, mask)
-        return draft_forward(self._fc, self._layer, self._spec, embeds, hidden, rope, attend)
+        return self._network.step(embeds, hidden, rope, attend).hidden  # EAGLE's LM head takes the same

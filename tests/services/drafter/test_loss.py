@@ -10,29 +10,31 @@ from services.drafter.unroll import unroll
 from services.models.layers import RopeTable
 
 CPU = torch.device("cpu")
+METHODS = pytest.mark.parametrize("name", ["eagle", "eagle3"])
 
 
 def loss_of(drafter, batches, head, depths=3, temperature=1.0):
-    rope = RopeTable(drafter.target_spec, 64, CPU, torch.float32)
-    counts = supervised_counts(batches, depths)
+    rope = RopeTable(drafter.method.spec, 64, CPU, torch.float32)
+    counts, weight = supervised_counts(batches, depths), 0.2 if drafter.method.matches_features else 0.0
     parts = [
-        drafter_loss(unroll(drafter, b, head.embed, rope, depths), b, head.head, counts, 0.2, 0.8, temperature)
+        drafter_loss(unroll(drafter, b, head.embed, rope, depths), b, head.head, counts, weight, 0.8, temperature)
         for b in batches
     ]
     return sum(p.loss for p in parts), counts, [sum(p.overlap[j] for p in parts) for j in range(depths)]
 
 
+@METHODS
 @pytest.mark.parametrize(("prompt", "response"), [(5, 3), (1, 3), (2, 1), (5, 1), (3, 9)])
 def test_supervision_starts_with_the_first_response_token_and_ends_before_the_end(
-    make_spec, make_drafter, make_states, make_head, prompt, response
+    make_states, make_head, prompt, response, name
 ) -> None:
     """Row 28, prompt 5, answer 3: the entry that meets token T_start - 1 draws the first answer token and learns; the
     last entry would predict past the end and does not. Read off the gradient of each entry's prediction."""
-    (state,) = make_states((prompt, response))
-    head = make_head()
+    (state,) = make_states((prompt, response), name=name)
+    head, weight = make_head(), 0.2 if name == "eagle" else 0.0
     rows = pack_states([state], 64, CPU)[0]
     predicted = torch.randn(1, prompt + response - 1, 32, requires_grad=True)
-    drafter_loss([predicted], rows, head.head, supervised_counts([rows], 1), 0.2, 0.8, 1.0).loss.backward()
+    drafter_loss([predicted], rows, head.head, supervised_counts([rows], 1), weight, 0.8, 1.0).loss.backward()
     learning = (predicted.grad[0].abs().sum(-1) > 0).nonzero().flatten().tolist()
     # entry t meets input token t + 1 and predicts token t + 2
     expected = [t for t in range(prompt + response - 1) if prompt <= t + 2 < prompt + response]
@@ -54,16 +56,19 @@ def test_target_of_each_entry_is_the_targets_distribution_of_the_next_token(make
     assert found.overlap[0] == pytest.approx(3.0, rel=1e-5)
 
 
-def test_packed_equals_one_by_one_in_value_and_gradient(make_spec, make_drafter, make_states, make_head) -> None:
-    states, head = make_states((3, 14), (2, 4), (4, 4), (1, 7), (2, 1), (1, 1)), make_head()
+@METHODS
+def test_packed_equals_one_by_one_in_value_and_gradient(
+    make_method, make_drafter, make_states, make_head, name
+) -> None:
+    states, head = make_states((3, 14), (2, 4), (4, 4), (1, 7), (2, 1), (1, 1), name=name), make_head()
     found = []
     for budget in (17, 40, 400):
-        drafter = make_drafter(make_spec())
+        drafter = make_drafter(make_method(name))
         loss, counts, overlap = loss_of(drafter, pack_states(states, budget, CPU), head)
         loss.backward()
         found.append((loss.item(), counts, overlap, [p.grad for p in drafter.parameters()]))
     single = [b for s in states for b in pack_states([s], 400, CPU)]
-    drafter = make_drafter(make_spec())
+    drafter = make_drafter(make_method(name))
     loss, counts, overlap = loss_of(drafter, single, head)
     loss.backward()
     for value, n, o, grads in found:
@@ -73,13 +78,14 @@ def test_packed_equals_one_by_one_in_value_and_gradient(make_spec, make_drafter,
             torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_only_the_drafter_learns(make_spec, make_drafter, make_states, make_head) -> None:
+@METHODS
+def test_only_the_drafter_learns(make_method, make_drafter, make_states, make_head, name) -> None:
     """Row 29: embedding, head and the policy's hidden states stay untouched even when they could take a gradient."""
     head = make_head()
     head.embed.requires_grad_()
     head.head.requires_grad_()
-    states = make_states((3, 9), (2, 4))
-    drafter = make_drafter(make_spec())
+    states = make_states((3, 9), (2, 4), name=name)
+    drafter = make_drafter(make_method(name))
     loss, _, _ = loss_of(drafter, pack_states(states, 64, CPU), head)
     loss.backward()
     assert head.embed.grad is None and head.head.grad is None
@@ -87,17 +93,21 @@ def test_only_the_drafter_learns(make_spec, make_drafter, make_states, make_head
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.parameters())
 
 
-def test_nothing_supervised_is_zero_not_nan(make_spec, make_drafter, make_states, make_head) -> None:
-    states = make_states((6, 0), (1, 1))
-    loss, counts, _ = loss_of(make_drafter(make_spec()), pack_states(states, 64, CPU), make_head())
+@METHODS
+def test_nothing_supervised_is_zero_not_nan(make_method, make_drafter, make_states, make_head, name) -> None:
+    states = make_states((6, 0), (1, 1), name=name)
+    loss, counts, _ = loss_of(make_drafter(make_method(name)), pack_states(states, 64, CPU), make_head())
     assert counts == [0, 0, 0] and loss.item() == 0.0
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7, 0.0])
-def test_chain_length_is_a_mean_of_products(make_spec, make_drafter, make_states, make_head, temperature) -> None:
-    states, head, depths = make_states((3, 6), (2, 3), (1, 2)), make_head(), 4
-    drafter = make_drafter(make_spec())
-    rope = RopeTable(drafter.target_spec, 64, CPU, torch.float32)
+@METHODS
+def test_chain_length_is_a_mean_of_products(
+    make_method, make_drafter, make_states, make_head, temperature, name
+) -> None:
+    states, head, depths = make_states((3, 6), (2, 3), (1, 2), name=name), make_head(), 4
+    drafter = make_drafter(make_method(name))
+    rope = RopeTable(drafter.method.spec, 64, CPU, torch.float32)
     with torch.no_grad():
         rows = pack_states(states, 64, CPU)[0]
         predicted = unroll(drafter, rows, head.embed, rope, depths)
@@ -125,6 +135,17 @@ def test_chain_length_is_a_mean_of_products(make_spec, make_drafter, make_states
                 total += product
             by_hand.append(total)
     assert sorted(lengths.tolist()) == pytest.approx(sorted(by_hand), rel=1e-4)
+
+
+def test_without_feature_weight_only_distributions_count(make_states, make_head) -> None:
+    """EAGLE-3: a hidden state far from the target's that draws alike costs nothing more."""
+    (state,) = make_states((5, 3), name="eagle3")
+    rows, head = pack_states([state], 64, CPU)[0], torch.zeros(24, 32)
+    far = rows.target_hidden + 1e30
+    counts = supervised_counts([rows], 1)
+    near = drafter_loss([rows.target_hidden], rows, head, counts, 0.0, 0.8, 1.0)
+    assert drafter_loss([far], rows, head, counts, 0.0, 0.8, 1.0).loss == near.loss
+    assert drafter_loss([far], rows, head, counts, 0.2, 0.8, 1.0).loss > near.loss
 
 
 def test_a_perfect_drafter_is_accepted_to_the_end(make_states, make_head) -> None:

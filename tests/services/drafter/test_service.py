@@ -12,7 +12,7 @@ from services.core.errors import BatchError, StaleEpochError, WeightError
 from services.core.types import HiddenStateChunk
 from services.drafter.service import build_drafter_service, evenly
 from services.drafter.state import initial_drafter_state
-from services.models.drafter import drafter_names
+from services.models.eagle import Eagle
 from services.models.files import read_config, read_tensors
 from services.models.hidden import HiddenStates
 from services.models.layers import model_spec
@@ -170,7 +170,7 @@ def test_target_head_follows_the_policy(model_folder, make_config, tied, states)
         with pytest.raises(WeightError, match="nothing changed"):
             service.load_target_head(4, bad)
     assert service.estimate({"d": state}, states) == after
-    assert state["tensors"].keys() == drafter_names(spec).keys()
+    assert state["tensors"].keys() == Eagle(spec).names().keys()
 
 
 def test_estimates_use_an_even_selection() -> None:
@@ -182,3 +182,19 @@ def test_estimates_use_an_even_selection() -> None:
     some = evenly(states, 300)
     assert 200 <= sum(len(h.input_ids) for h in some) <= 400 and {len(h.input_ids) for h in some} == {10, 20, 30}
     assert len(evenly(states[:1], 1)) == 1
+
+
+def test_an_eagle3_slot_trains_on_its_own_kind_of_chunk(model_folder, make_config, make_states) -> None:
+    config = make_config(model_folder(name="eagle3"), method="eagle3")
+    service, state = build_drafter_service(config, 0, Ticks()), initial_drafter_state(config)
+    states = make_states((3, 9), (2, 20), name="eagle3")
+    with pytest.raises(BatchError, match="reached a drafter"):
+        service.add_chunk(chunk_of(make_states((3, 9))), make_states((3, 9)))
+    service.begin(state, 1)
+    service.add_chunk(chunk_of(states), states)
+    assert service.train(2.0, 1).micro_steps > 0
+    _, later = service.snapshot(1)
+    frozen, live = service.estimate({"frozen": state, "live": later}, states)
+    assert live.acceptance_length != frozen.acceptance_length
+    count, tensors = service.export(later)
+    assert count == len(tensors) and {"norm.weight", "layers.0.hidden_norm.weight"} <= tensors.keys()

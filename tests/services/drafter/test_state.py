@@ -7,29 +7,58 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.config.schema import DrafterConfig
 from services.core.errors import DataError, WeightError
 from services.drafter.export import write_drafter_folder
 from services.drafter.state import fresh_state, initial_drafter_state
-from services.models.drafter import ARCHITECTURES, drafter_names
 from services.models.files import read_config
 from services.models.layers import model_spec
+from services.models.methods import drafter_method
+
+ARCHITECTURES = {
+    ("qwen3", "eagle"): "LlamaForCausalLMEagle",
+    ("qwen2", "eagle"): "Qwen2ForCausalLMEagle",
+    ("llama", "eagle"): "LlamaForCausalLMEagle",
+    ("qwen3", "eagle3"): "LlamaForCausalLMEagle3",
+    ("qwen2", "eagle3"): "LlamaForCausalLMEagle3",
+    ("llama", "eagle3"): "LlamaForCausalLMEagle3",
+}
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("qwen2", False), ("llama", False)])
-def test_export_and_initial_state_round_trip(model_folder, make_config, make_drafter, kind, tied) -> None:
-    folder = model_folder(kind, tied)
-    spec = model_spec(read_config(folder))
-    state = pickle.loads(pickle.dumps(initial_drafter_state(make_config(folder))))
+@pytest.mark.parametrize(("kind", "name"), ARCHITECTURES)
+def test_export_and_initial_state_round_trip(model_folder, make_config, make_drafter, kind, name) -> None:
+    folder = model_folder(kind, kind == "qwen3", name)
+    method = drafter_method(DrafterConfig(method=name), model_spec(read_config(folder)))
+    state = pickle.loads(pickle.dumps(initial_drafter_state(make_config(folder, method=name))))
     assert state["total_steps"] == state["updates"] == 0
-    expected = make_drafter(spec).tensors()
-    assert state["tensors"].keys() == drafter_names(spec).keys()
+    expected = make_drafter(method).tensors()
+    assert state["tensors"].keys() == method.names().keys()
     assert all(torch.equal(state["tensors"][n], expected[n]) for n in expected)
     config = read_config(folder / "drafter")
-    assert config["architectures"] == [ARCHITECTURES[kind]] and config["num_hidden_layers"] == 1
-    assert config["model_type"] == kind and config["hidden_size"] == spec.hidden_size
+    assert config["architectures"] == [ARCHITECTURES[kind, name]] and config["num_hidden_layers"] == 1
+    assert config["model_type"] == ("qwen2" if (kind, name) == ("qwen2", "eagle") else "llama")
+    assert config["hidden_size"] == method.target.hidden_size and config["tie_word_embeddings"] is False
     assert "layer_types" not in config
-    assert "drafter" in (folder / "drafter" / "README.md").read_text()
+    card = (folder / "drafter" / "README.md").read_text()
+    assert card.startswith(f"# {method.title} drafter") and method.reads in card
     assert not list((folder / "drafter").glob("*.partial"))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_the_zeros_that_sglangs_eagle_class_wants_are_in_the_file(model_folder, make_config, kind) -> None:
+    """Its fc has a bias parameter: a file without one leaves random numbers in it. A bias that is not zero would be
+    lost here, and is refused."""
+    folder = model_folder(kind)
+    file = folder / "drafter" / "model.safetensors"
+    tensors = load_file(file)
+    assert tensors["fc.bias"].shape == (32,) and not tensors["fc.bias"].any()
+    assert "fc.bias" not in initial_drafter_state(make_config(folder))["tensors"]
+    without = {n: t for n, t in tensors.items() if n != "fc.bias"}
+    save_file(without, file)
+    assert initial_drafter_state(make_config(folder))["tensors"].keys() == without.keys()
+    save_file(tensors | {"fc.bias": torch.ones(32)}, file)
+    with pytest.raises(DataError, match=r"fc\.bias is not zero"):
+        initial_drafter_state(make_config(folder))
 
 
 def change_config(folder, **fields):
@@ -40,7 +69,11 @@ def change_config(folder, **fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "needs \\['Qwen3ForCausalLMEagle'\\]"),
+        (
+            {"architectures": ["LlamaForCausalLMEagle3"]},
+            r"has architectures \['LlamaForCausalLMEagle3'\], but drafter.method: eagle and a qwen3 target needs "
+            r"\['LlamaForCausalLMEagle'\]",
+        ),
         ({"architectures": None}, "has architectures None"),
         ({"hidden_size": 64}, "hidden_size 64, the target has 32"),
         ({"vocab_size": 100}, "vocab_size 100, the target has 24"),
@@ -51,6 +84,37 @@ def test_a_drafter_of_another_target_is_named(model_folder, make_config, fields,
     change_config(folder, **fields)
     with pytest.raises(DataError, match=message):
         initial_drafter_state(make_config(folder))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"architectures": ["LlamaForCausalLMEagle"]},
+            r"\['LlamaForCausalLMEagle'\], but drafter.method: eagle3 .* needs \['LlamaForCausalLMEagle3'\]",
+        ),
+        ({"hidden_size": 64}, "hidden_size 64, the target has 32"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}},
+            r"reads target layers \[1, 2, 3\], but this run gives it \[0, 1, 2\]: set drafter.aux_layers",
+        ),
+        ({"eagle_config": None}, "reads target layers None"),
+        ({"draft_vocab_size": 16}, "draft_vocab_size 16, the target has 24 tokens"),
+    ],
+)
+def test_an_eagle3_drafter_of_another_kind_is_named(model_folder, make_config, fields, message) -> None:
+    folder = model_folder(name="eagle3")
+    change_config(folder, **fields)
+    with pytest.raises(DataError, match=message):
+        initial_drafter_state(make_config(folder, method="eagle3"))
+
+
+@pytest.mark.parametrize(("made", "asked"), [("eagle", "eagle3"), ("eagle3", "eagle")])
+def test_row_25_method_and_folder_must_agree(model_folder, make_config, made, asked) -> None:
+    """SGLang under the wrong algorithm drafts nonsense: acceptance 1.0 and no word about it."""
+    folder = model_folder("llama", False, made)
+    with pytest.raises(DataError, match=f"drafter.method: {asked} .* set drafter.method"):
+        initial_drafter_state(make_config(folder, method=asked))
 
 
 def test_zero_matching_tensors_are_refused(model_folder, make_config) -> None:
@@ -75,19 +139,21 @@ def test_a_damaged_file_and_a_missing_folder_are_named(model_folder, make_config
         initial_drafter_state(make_config(folder))
 
 
-def test_export_refuses_foreign_tensors(model_folder, tmp_path, make_drafter) -> None:
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_export_refuses_foreign_tensors(model_folder, tmp_path, make_method, make_drafter, name) -> None:
     folder = model_folder()
     config = read_config(folder)
-    tensors = dict(make_drafter(model_spec(config)).tensors())
+    method = make_method(name)
+    tensors = dict(make_drafter(method).tensors())
     tensors["lm_head.weight"] = torch.zeros(24, 32)
     with pytest.raises(WeightError, match="lm_head"):
-        write_drafter_folder(tensors, config, tmp_path / "out")
+        write_drafter_folder(tensors, method, config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_fresh_state_copies(make_spec, make_drafter) -> None:
-    drafter = make_drafter(make_spec())
-    state = fresh_state(drafter.tensors(), make_spec())
+def test_fresh_state_copies(make_method, make_drafter) -> None:
+    drafter = make_drafter(make_method())
+    state = fresh_state(drafter.tensors(), drafter.method)
     with torch.no_grad():
-        drafter.fc().zero_()
+        drafter.tensors()["fc.weight"].zero_()
     assert state["tensors"]["fc.weight"].abs().sum() > 0

@@ -5,36 +5,47 @@ import pickle
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from services.config.schema import DrafterConfig
 from services.core.errors import BatchError, WeightError
-from services.drafter.head import TargetHead
+from services.drafter.head import TargetHead, read_target_head
 from services.drafter.state import fresh_state
 from services.drafter.trainer import DrafterTrainer, train_drafter
+from services.models.capture import target_states
+from services.models.files import read_config
 from services.models.hidden import HiddenStates
+from services.models.layers import model_spec
+
+METHODS = pytest.mark.parametrize("name", ["eagle", "eagle3"])
 
 
 def start(trainer: DrafterTrainer, make_drafter) -> DrafterTrainer:
-    trainer.load_state(fresh_state(make_drafter(trainer.spec).tensors(), trainer.spec))
+    trainer.load_state(fresh_state(make_drafter(trainer.method).tensors(), trainer.method))
     return trainer
 
 
-def learnable(make_head, count: int = 12) -> list[HiddenStates]:
-    """Hidden states that a drafter can predict: each is a fixed function of the one before and of the token."""
+def learnable(make_head, name: str, count: int = 12) -> list[HiddenStates]:
+    """Hidden states that a drafter can predict: each is a fixed function of the one before and of the token. The aux
+    layers of EAGLE-3 hold three views of it."""
     head, g = make_head(), torch.Generator().manual_seed(3)
     turn = torch.linalg.qr(torch.randn(32, 32, generator=g))[0]
+    views = torch.randn(32, 96, generator=g) / 32**0.5
     found = []
     for n in (10 + 3 * i for i in range(count)):
         ids = torch.randint(0, 24, (n,), generator=g)
         rows = [torch.randn(32, generator=g)]
         for t in range(1, n):
             rows.append(torch.tanh(rows[-1] @ turn + 0.5 * head.embed[ids[t]]))
-        found.append(HiddenStates(ids, torch.stack(rows), torch.arange(n) >= 3, 0))
+        hidden = torch.stack(rows)
+        found.append(HiddenStates(ids, hidden, torch.arange(n) >= 3, 0, hidden @ views if name == "eagle3" else None))
     return found
 
 
-def test_training_raises_acceptance_at_every_depth(make_trainer, make_drafter, make_head) -> None:
-    trainer = start(make_trainer(learning_rate=3e-3, unroll=3), make_drafter)
-    states = learnable(make_head)
+@METHODS
+def test_training_raises_acceptance_at_every_depth(make_trainer, make_drafter, make_head, name) -> None:
+    trainer = start(make_trainer(learning_rate=3e-3, unroll=3, method=name), make_drafter)
+    states = learnable(make_head, name)
     before = trainer.estimate("before", trainer.state()["tensors"], states)
     steps = list(train_drafter([states] * 60, trainer))
     after = trainer.estimate("after", trainer.state()["tensors"], states)
@@ -46,11 +57,44 @@ def test_training_raises_acceptance_at_every_depth(make_trainer, make_drafter, m
     assert before.drafter == "before" and before.num_tokens == sum(len(s.input_ids) - 3 for s in states)
 
 
-def test_estimate_agrees_with_training_and_leaves_the_drafter_alone(make_trainer, make_drafter, make_states) -> None:
-    trainer = start(make_trainer(temperature=0.8), make_drafter)
-    states = make_states((3, 9), (2, 20), (4, 2))
+@METHODS
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_training_on_a_targets_own_states_carries_over_to_unseen_ones(
+    model_folder, make_drafter, make_config, name, kind
+) -> None:
+    """A random target, its states by one forward pass as policy training collects them."""
+    folder = model_folder(kind, False, name)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    spec, device = model_spec(read_config(folder)), torch.device("cpu")
+    trainer = DrafterTrainer(spec, DrafterConfig(method=name, learning_rate=3e-3, unroll=3), 1.0, device)
+    trainer.load_head(read_target_head(folder, spec, device))
+    start(trainer, make_drafter)
+    g = torch.Generator().manual_seed(0)
+
+    @torch.no_grad()
+    def collect(count: int) -> list[HiddenStates]:
+        ids = torch.randint(0, 24, (count, 24), generator=g)
+        hidden, aux = target_states(model.base_model, trainer.method.aux_layers, input_ids=ids)
+        mask = torch.arange(24) >= 4
+        return [HiddenStates(ids[i], hidden[i], mask, 0, None if aux is None else aux[i]) for i in range(count)]
+
+    unseen = collect(8)
+    before = trainer.estimate("before", trainer.state()["tensors"], unseen)
+    for _ in range(60):
+        trainer.train_micro_step(collect(16))
+    after = trainer.estimate("after", trainer.state()["tensors"], unseen)
+    assert all(b > a + 0.05 for a, b in zip(before.per_depth, after.per_depth, strict=True))
+    assert after.acceptance_length > before.acceptance_length + 0.2
+
+
+@METHODS
+def test_estimate_agrees_with_training_and_leaves_the_drafter_alone(
+    make_trainer, make_drafter, make_states, name
+) -> None:
+    trainer = start(make_trainer(temperature=0.8, method=name), make_drafter)
+    states = make_states((3, 9), (2, 20), (4, 2), name=name)
     own = trainer.state()
-    other = make_drafter(trainer.spec, seed=9).tensors()
+    other = make_drafter(trainer.method, seed=9).tensors()
     estimate = trainer.estimate("own", own["tensors"], states)
     assert trainer.estimate("other", other, states).per_depth != estimate.per_depth
     assert all(
@@ -59,15 +103,17 @@ def test_estimate_agrees_with_training_and_leaves_the_drafter_alone(make_trainer
     assert trainer.train_micro_step(states).expected_acceptance == pytest.approx(estimate.per_depth, rel=1e-5)
 
 
-@pytest.mark.parametrize("split", [0, 1, 3, 6])
-def test_state_moved_to_another_trainer_goes_on_bit_for_bit(make_trainer, make_drafter, make_states, split) -> None:
-    batches = [make_states((3, 9), (2, 5 + k), seed=k) for k in range(6)]
-    alone = start(make_trainer(), make_drafter)
-    here = start(make_trainer(), make_drafter)
+@pytest.mark.parametrize(("name", "split"), [("eagle", 0), ("eagle", 1), ("eagle", 3), ("eagle", 6), ("eagle3", 3)])
+def test_state_moved_to_another_trainer_goes_on_bit_for_bit(
+    make_trainer, make_drafter, make_states, name, split
+) -> None:
+    batches = [make_states((3, 9), (2, 5 + k), seed=k, name=name) for k in range(6)]
+    alone = start(make_trainer(method=name), make_drafter)
+    here = start(make_trainer(method=name), make_drafter)
     expected = [alone.train_micro_step(b) for b in batches]
     found = [here.train_micro_step(b) for b in batches[:split]]
-    there = make_trainer()
-    there.train_micro_step(make_states((3, 9)))  # whatever it did before must not matter
+    there = make_trainer(method=name)
+    there.train_micro_step(make_states((3, 9), name=name))  # whatever it did before must not matter
     there.load_state(pickle.loads(pickle.dumps(here.state())))
     found += [there.train_micro_step(b) for b in batches[split:]]
     assert found == expected
@@ -141,18 +187,38 @@ def test_non_finite_gradient_changes_nothing(make_trainer, make_drafter, make_st
     assert all(torch.equal(before["tensors"][n], t) for n, t in trainer.state()["tensors"].items())
 
 
-def test_hidden_states_of_another_target_are_refused(make_trainer, make_drafter, make_states) -> None:
-    with pytest.raises(BatchError, match="size 16 reached a drafter of size 32"):
-        start(make_trainer(), make_drafter).train_micro_step(make_states((3, 9), hidden=16))
+@pytest.mark.parametrize(
+    ("name", "states", "message"),
+    [
+        ("eagle", {"hidden": 16}, "size 16 reached a drafter of size 32"),
+        ("eagle", {"name": "eagle3"}, r"size 96 reached a drafter of size 32 \(EAGLE, which reads the target's last"),
+        ("eagle3", {"name": "eagle3", "hidden": 16}, "size 16 reached a drafter of size 32"),
+        ("eagle3", {}, r"size 32 reached a drafter of size 96 \(EAGLE-3, which reads the outputs of the target's"),
+    ],
+)
+def test_states_of_another_target_or_method_are_refused(
+    make_trainer, make_drafter, make_states, name, states, message
+) -> None:
+    with pytest.raises(BatchError, match=message):
+        start(make_trainer(method=name), make_drafter).train_micro_step(make_states((3, 9), **states))
 
 
-def test_policy_gradient_is_zero_through_a_live_model(make_trainer, make_drafter, make_states) -> None:
+def test_a_state_of_the_other_method_is_refused(make_trainer, make_drafter) -> None:
+    trainer = start(make_trainer(), make_drafter)
+    with pytest.raises(WeightError, match="drafter load refused, nothing changed"):
+        trainer.load_state(start(make_trainer(method="eagle3"), make_drafter).state())
+
+
+@METHODS
+def test_policy_gradient_is_zero_through_a_live_model(make_trainer, make_drafter, make_states, name) -> None:
     """Row 29, the whole kind: hidden states that still hang on the policy's graph, a head that is a live parameter."""
-    trainer, (state,) = start(make_trainer(), make_drafter), make_states((3, 9))
+    trainer, (state,) = start(make_trainer(method=name), make_drafter), make_states((3, 9))
     policy = torch.nn.Linear(32, 32)
     head = TargetHead(torch.nn.Parameter(trainer.head.embed), torch.nn.Parameter(trainer.head.head), 0)
     trainer.load_head(head)
-    live = HiddenStates(state.input_ids, policy(state.hidden), state.loss_mask, 0)
+    hidden = policy(state.hidden)
+    aux = torch.cat([hidden, hidden, hidden], -1) if name == "eagle3" else None
+    live = HiddenStates(state.input_ids, hidden, state.loss_mask, 0, aux)
     assert trainer.train_micro_step([live]).updated
     assert policy.weight.grad is None and policy.bias.grad is None
     assert head.embed.grad is None and head.head.grad is None

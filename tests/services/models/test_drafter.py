@@ -1,61 +1,66 @@
+"""What holds for every drafter method."""
+
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from services.core.errors import WeightError
-from services.models.drafter import EagleDrafter, draft_forward, drafter_names, drafter_spec, fuse_drafter
-from services.models.kv import KVStore
-from services.models.layers import RopeTable
+from services.models.drafter import Drafter, DrafterMethod
+from services.models.eagle import Eagle
+from services.models.eagle3 import Eagle3
+from services.models.layers import ModelSpec, RopeTable, masked_attention
 from services.models.target import check_tensors
-from tests.services.models.tiny import CPU, FAMILIES, causal_mask, random_drafter, spec_of, tensors_of, tiny_model
+from tests.services.models.tiny import CPU, FAMILIES, random_drafter, spec_of, tensors_of, tiny_model
+
+METHODS = {"eagle": Eagle, "eagle3": lambda spec: Eagle3(spec, (0, 1, 2))}
 
 
-def run(tensors: dict[str, Tensor], model, embeds: Tensor, hidden: Tensor) -> Tensor:
-    spec, length = spec_of(model), embeds.shape[1]
-    at = torch.arange(length)[None]
-    kv = KVStore(spec, 1, 1, length, CPU, torch.float32)
-    attend = kv.attend(0, at, causal_mask(0, length))
-    rope = RopeTable(spec, length, CPU, torch.float32).at(at)
-    layer = fuse_drafter(tensors, spec)
-    return draft_forward(tensors["fc.weight"], layer, drafter_spec(spec), embeds, hidden, rope, attend)
+def method_of(name: str, spec: ModelSpec) -> DrafterMethod:
+    return METHODS[name](spec)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_the_layer_is_the_targets_own_without_its_input_norm(kind: str) -> None:
-    """Against transformers' decoder layer, its input norm replaced by identity, on the fused input."""
-    model = tiny_model(kind)
-    layer = tiny_model.__wrapped__(kind, seed=9).model.layers[0]
-    layer.input_layernorm = torch.nn.Identity()
-    g = torch.Generator().manual_seed(0)
-    fc = torch.randn(32, 64, generator=g) * 0.2
-    embeds, hidden = torch.randn(1, 11, 32, generator=g), torch.randn(1, 11, 32, generator=g)
-    own = {f"layers.0.{k}": v for k, v in layer.state_dict().items()} | {"fc.weight": fc}
-    fused = torch.cat([embeds, hidden], -1) @ fc.T
-    mask = torch.full((11, 11), -torch.inf).triu(1)[None, None]
-    positions = model.model.rotary_emb(fused, torch.arange(11)[None])
-    expected = layer(fused, attention_mask=mask, position_embeddings=positions)
-    assert (run(own, model, embeds, hidden) - expected).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_a_version_has_only_the_drafters_own_tensors(kind: str) -> None:
+@pytest.mark.parametrize("name", METHODS)
+def test_a_version_has_only_the_drafters_own_tensors(kind: str, name: str) -> None:
     spec = spec_of(tiny_model(kind))
-    names = drafter_names(spec)
-    assert not any("embed" in n or "lm_head" in n or "input_layernorm" in n for n in names)
-    check_tensors(random_drafter(spec), names, "drafter")
+    method = method_of(name, spec)
+    names = method.names()
+    assert not any("embed" in n or "lm_head" in n or n.startswith("model.") for n in names)
+    assert not names.keys() & method.engine_zeros().keys()
+    check_tensors(random_drafter(spec, method=method), names, "drafter")
     with pytest.raises(WeightError):
         check_tensors(tensors_of(tiny_model(kind)), names, "drafter")
 
 
-def test_reset_is_seeded_and_load_copies() -> None:
-    spec = spec_of(tiny_model("qwen2"))
-    one, two = EagleDrafter(spec), EagleDrafter(spec)
+@pytest.mark.parametrize("name", METHODS)
+def test_reset_is_seeded_and_load_copies(name: str) -> None:
+    method = method_of(name, spec_of(tiny_model("qwen2")))
+    one, two = Drafter(method), Drafter(method)
     one.reset(torch.Generator().manual_seed(4))
     two.reset(torch.Generator().manual_seed(4))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    given = {k: v.detach().clone() for k, v in random_drafter(spec, seed=3).items()}
+    given = {k: v.detach().clone() for k, v in random_drafter(method.target, seed=3, method=method).items()}
     two.load(given)
     given["fc.weight"].zero_()
-    assert two.fc().abs().sum() > 0 and two.tensors().keys() == drafter_names(spec).keys()
+    assert two.tensors()["fc.weight"].abs().sum() > 0 and two.tensors().keys() == method.names().keys()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_fresh_drafter_nearly_hands_its_highest_state_through(kind: str, name: str) -> None:
+    """Training starts near the target's own state, not at nothing."""
+    method = method_of(name, spec_of(tiny_model(kind)))
+    drafter = Drafter(method)
+    drafter.reset(torch.Generator().manual_seed(1))
+    g = torch.Generator().manual_seed(2)
+    states, embeds = torch.randn(1, 9, method.state_size, generator=g), torch.randn(1, 9, 32, generator=g)
+    rope = RopeTable(method.spec, 9, CPU, torch.float32).at(torch.arange(9)[None])
+
+    def attend(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return masked_attention(q, kv[:, :, 0], kv[:, :, 1], None)
+
+    network = drafter.network()
+    out = network.step(embeds, network.enter(states), rope, attend)
+    for found in out:
+        assert torch.cosine_similarity(found, states[..., -32:], dim=-1).min() > 0.9

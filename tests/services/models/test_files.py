@@ -52,9 +52,12 @@ def test_the_drafter_lies_inside_or_beside(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
     (target / "config.json").write_text("{}")
-    assert drafter_dir(str(target)) == tmp_path / "drafter"
+    assert drafter_dir(str(target), "eagle") == tmp_path / "drafter"
     (target / "drafter").mkdir()
-    assert drafter_dir(str(target)) == target / "drafter"
+    assert drafter_dir(str(target), "eagle") == target / "drafter"
+    (tmp_path / "drafter-eagle3").mkdir()
+    assert drafter_dir(str(target), "eagle3") == tmp_path / "drafter-eagle3"
+    assert drafter_dir(str(target), "eagle") == target / "drafter"
 
 
 def test_unknown_rope_is_refused() -> None:

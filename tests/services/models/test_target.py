@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from services.core.errors import DataError, WeightError
-from services.models.drafter import drafter_names
+from services.models.eagle import Eagle
 from services.models.kv import KVStore
 from services.models.layers import ModelSpec, model_spec
 from services.models.target import TargetModel, check_tensors, target_names
@@ -85,7 +85,7 @@ def bad_loads(spec: ModelSpec, good: dict[str, Tensor]) -> dict[str, dict[str, T
         "transposed": good | {some: good[some].T},
         "wider": good | {some: torch.zeros(good[some].shape[0], good[some].shape[1] + 1)},
         "flattened": good | {some: good[some].flatten()},
-        "a drafter": {k: torch.zeros(shape) for k, shape in drafter_names(spec).items()},
+        "a drafter": {k: torch.zeros(shape) for k, shape in Eagle(spec).names().items()},
         "nan": good | {some: nan},
         "infinite": good | {some: infinite},
     }

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from services.models.drafter import EagleDrafter
+from services.models.drafter import Drafter, DrafterMethod
+from services.models.eagle import Eagle
 from services.models.layers import ModelSpec, model_spec
 from services.models.target import TargetModel
 
@@ -65,9 +66,12 @@ def causal_mask(start: int, size: int) -> Tensor:
     return torch.full((size, start + size), -torch.inf).triu(start + 1)[None, None]
 
 
-def random_drafter(spec: ModelSpec, scale: float = 1.0, seed: int = 0) -> dict[str, Tensor]:
-    """EAGLE tensors: `scale` 0 draws from flat logits, 1 is of the target's own size, 5 is loud nonsense."""
-    drafter = EagleDrafter(spec)
+def random_drafter(
+    spec: ModelSpec, scale: float = 1.0, seed: int = 0, method: DrafterMethod | None = None
+) -> dict[str, Tensor]:
+    """Tensors of an EAGLE drafter, or of another `method`'s: `scale` 0 draws from flat logits, 1 is of the target's own
+    size, 5 is loud nonsense."""
+    drafter = Drafter(method or Eagle(spec))
     drafter.reset(torch.Generator().manual_seed(seed))
     noise = torch.Generator().manual_seed(seed + 1)
     tensors = {}

@@ -28,10 +28,12 @@ MakeRollout = Callable[..., Rollout]
 
 @pytest.fixture
 def make_model() -> MakeModel:
-    def make(kind: str = "qwen3", tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0):
+    def make(
+        kind: str = "qwen3", tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0, layers: int = 2
+    ):
         torch.manual_seed(seed)
         cls, extra = CONFIGS[kind]
-        config = cls(**SHAPE, **extra, tie_word_embeddings=tied)
+        config = cls(**(SHAPE | extra | {"num_hidden_layers": layers}), tie_word_embeddings=tied)
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).eval()
 
     return make
@@ -89,9 +91,9 @@ def sample_rollout(make_rollout: MakeRollout) -> MakeRollout:
 
 @pytest.fixture
 def model_folder(make_model: MakeModel, tmp_path: Path) -> Callable[..., Path]:
-    def save(kind: str = "qwen3", tied: bool = True) -> Path:
-        folder = tmp_path / f"{kind}-{tied}"
-        make_model(kind, tied).save_pretrained(folder)
+    def save(kind: str = "qwen3", tied: bool = True, layers: int = 2) -> Path:
+        folder = tmp_path / f"{kind}-{tied}-{layers}"
+        make_model(kind, tied, layers=layers).save_pretrained(folder)
         return folder
 
     return save

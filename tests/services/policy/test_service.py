@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.config.schema import ClusterConfig, ModelConfig, PolicyConfig
-from services.core.errors import DataError, WeightError
+from services.config.schema import ClusterConfig, DrafterConfig, ModelConfig, PolicyConfig
+from services.core.errors import ConfigError, DataError, WeightError
 from services.core.types import TrainBatch
 from services.models.files import read_config
 from services.models.layers import model_spec
@@ -70,3 +70,26 @@ def test_reference_model_only_when_asked_for(model_folder) -> None:
 def test_missing_model_folder_is_named(tmp_path) -> None:
     with pytest.raises(DataError, match="no model at"):
         service(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(("drafter", "width"), [({}, None), ({"method": "eagle3"}, 96)])
+def test_aux_states_are_collected_for_eagle3_only(model_folder, make_rollout, drafter, width) -> None:
+    config = ClusterConfig(
+        model=ModelConfig(path=str(model_folder(layers=5)), dtype="bfloat16", device="cpu"),
+        policy=PolicyConfig(threads=1),
+        drafter=DrafterConfig(**drafter),
+    )
+    _, _, hidden = build_policy_service(config).train_step(
+        TrainBatch(0, (make_rollout(0), make_rollout(1)), (1.0, -1.0))
+    )
+    for h in hidden:
+        if width is None:
+            assert h.aux is None
+        else:
+            assert h.aux.shape == (len(h.input_ids), width) and h.aux.dtype == torch.float32
+
+
+def test_a_target_too_shallow_for_eagle3_is_told(model_folder) -> None:
+    config = ClusterConfig(model=ModelConfig(path=str(model_folder())), drafter=DrafterConfig(method="eagle3"))
+    with pytest.raises(ConfigError, match=r"has 2 layers: set drafter\.method: eagle"):
+        build_policy_service(config)

@@ -15,9 +15,9 @@ LENGTHS = [(3, 9), (5, 2), (1, 1), (4, 30), (2, 7), (6, 12), (3, 3), (2, 20)]
 ADVANTAGES = (1.0, -1.0, 0.5, -0.25, 2.0, -1.5, 0.3, 0.1)
 
 
-def trainer(model, **config) -> PolicyTrainer:
+def trainer(model, aux_layers=(), **config) -> PolicyTrainer:
     ticks = itertools.count()
-    return PolicyTrainer(model, PolicyConfig(**config), lambda: float(next(ticks)))
+    return PolicyTrainer(model, PolicyConfig(**config), lambda: float(next(ticks)), aux_layers=aux_layers)
 
 
 def batch(rollouts, advantages=ADVANTAGES) -> TrainBatch:
@@ -134,9 +134,9 @@ def test_rollout_logprobs_stay_frozen_over_inner_epochs(make_model, sample_rollo
     ratios = []
     step = t._learn
 
-    def spy(pack, ref, tally):
+    def spy(pack, ref, tally, aux_layers):
         clipped = tally.clipped
-        scores = step(pack, ref, tally)
+        scores = step(pack, ref, tally, aux_layers)
         ratios.append(((scores.logprobs.detach() - pack.rollout_logprobs).exp(), tally.clipped - clipped))
         return scores
 
@@ -175,6 +175,60 @@ def test_hidden_states_come_from_the_same_forward_before_the_update(make_model, 
     assert len(seen) == 2 * len(trained) + len(skipped)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+def test_aux_states_come_from_the_same_forward_before_the_update(make_model, make_rollout, kind) -> None:
+    """EAGLE-3: transformers' own hidden_states of the layers above, sequence by sequence, skipped groups included."""
+    model = make_model(kind, layers=5)
+    rollouts = [make_rollout(i, p, r, group=f"g{i // 2}") for i, (p, r) in enumerate(LENGTHS)]
+    advantages = (*ADVANTAGES[:6], 0.0, 0.0)  # the last group is skipped by the loss
+    expected = []
+    with torch.no_grad():
+        for r in rollouts:
+            ids = torch.tensor([(*r.prompt_ids, *r.response_ids)])
+            states = model.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+            expected.append((states[-1][0], torch.cat([states[k + 1][0] for k in (0, 1, 3)], -1)))
+    t = trainer(model, (0, 1, 3), inner_epochs=2, micro_batch_tokens=64)
+    hooks = [len(layer._forward_hooks) for layer in model.model.layers]  # output_hidden_states leaves transformers' own
+    seen = []
+    handle = model.model.register_forward_hook(lambda m, i, o: seen.append(1))
+    step = t.train_step(batch(rollouts, advantages))
+    handle.remove()
+    for h, (hidden, aux) in zip(step.hidden, expected, strict=True):
+        torch.testing.assert_close(h.hidden, hidden, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(h.aux, aux, atol=1e-4, rtol=1e-4)
+        assert h.policy_version == 0 and not h.aux.requires_grad
+        assert h.aux.untyped_storage().nbytes() == h.aux.numel() * 4, "a clone, not a view of the pack"
+    tokens = sum(p + r for p, r in LENGTHS)
+    assert step.chunk.num_bytes == tokens * (8 + 1 + 4 * 4 * 32), "id, mask, four states of 32 floats"
+    trained, skipped = t._packs(admit(batch(rollouts, advantages), 24, "skip"))
+    assert len(seen) == 2 * len(trained) + len(skipped), "no extra forward"
+    assert [len(layer._forward_hooks) for layer in model.model.layers] == hooks
+
+
+def test_collecting_aux_states_leaves_the_update_alone(make_model, rollouts) -> None:
+    after = []
+    for aux_layers in ((), (0, 1, 2)):
+        t = trainer(make_model(layers=4), aux_layers)
+        t.train_step(batch(rollouts))
+        after.append(weights(t.model))
+    assert torch.equal(*after)
+
+
+def test_aux_states_that_are_not_finite_stay_from_the_drafter(make_model, rollouts) -> None:
+    """The last hidden state is finite even where a layer below it has overflowed: the norm hides it."""
+    t = trainer(make_model(layers=4), (0, 1, 2))
+    collect = t._collect
+
+    def spoil(pack, scores, hidden, tally):
+        scores.aux[0, 0, 0] = math.inf
+        collect(pack, scores, hidden, tally)
+
+    t._collect = spoil  # type: ignore[method-assign]
+    step = t.train_step(batch(rollouts))
+    assert len(step.hidden) == step.chunk.num_sequences == 7
+    assert any("hidden states of 1 rollouts are not finite" in w for w in step.report.warnings)
+
+
 def test_logprob_gap_alarm(make_model, sample_rollout) -> None:
     model = make_model()
     rollouts = [sample_rollout(model, i, 4, 10, "g", SamplingParams(temperature=0.7, top_p=0.9)) for i in range(4)]
@@ -207,3 +261,15 @@ def test_non_finite_gradient_changes_nothing(make_model, rollouts) -> None:
     step = t.train_step(batch(rollouts))
     assert torch.equal(weights(t.model), before) and step.report.policy_version == 0
     assert any("gradient was not finite" in w for w in step.report.warnings)
+
+
+@pytest.mark.parametrize(("step", "left"), [(1, 1.0), (3, 0.5), (4, 0.25), (5, 0.0), (9, 0.0)])
+def test_learning_rate_falls_linearly_by_the_step(make_model, rollouts, step, left) -> None:
+    """By the step of the batch: a trainer that is new at step 4, as after a resume, uses step 4's rate."""
+    moved = []
+    for decay in (0, 4):
+        t = trainer(make_model(), learning_rate=0.01, decay_steps=decay)
+        before = weights(t.model)
+        t.train_step(TrainBatch(step, tuple(rollouts), ADVANTAGES))
+        moved.append(float((weights(t.model) - before).norm()))
+    assert moved[1] == pytest.approx(left * moved[0], rel=1e-3, abs=1e-9)

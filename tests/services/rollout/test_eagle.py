@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.core.types import SamplingParams
-from services.models.drafter import draft_forward, drafter_spec, fuse_drafter
+from services.models.eagle import Eagle
 from services.models.kv import KVStore
 from services.models.layers import RopeTable
 from services.models.sampling import process_logits, sampling_tensors
@@ -31,7 +31,7 @@ def plain_logits(
     the known tokens the drafter's own output stands in for the target's hidden state."""
     spec = spec_of(model)
     states = model.model(input_ids=torch.tensor([list(known)])).last_hidden_state[0, :-1]
-    layer = fuse_drafter(drafter, spec)
+    network = Eagle(spec).network(drafter)
     for drawn in range(len(path) + 1):
         ids = torch.tensor([[*known[1:], *path[:drawn]]])
         length = ids.shape[1]
@@ -39,7 +39,7 @@ def plain_logits(
         attend = KVStore(spec, 1, 1, length, CPU, torch.float32).attend(0, at, causal_mask(0, length))
         rope = RopeTable(spec, length, CPU, torch.float32).at(at)
         embeds = model.model.embed_tokens(ids)
-        out = draft_forward(drafter["fc.weight"], layer, drafter_spec(spec), embeds, states[None], rope, attend)
+        out = network.step(embeds, states[None], rope, attend).predicted
         states = torch.cat([states, out[0, -1:]])
     return model.lm_head(states[-1])
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from services.core.errors import WeightError
 from services.core.types import SamplingParams, ServedVersions
+from services.models.eagle import EagleNetwork
+from services.rollout.eagle import EagleDrafting
 from services.rollout.native import NativeEngine
 from services.speculation.strategy import OFF, DraftStrategy
 from tests.services.models.test_target import bad_loads
@@ -186,6 +188,12 @@ def weight_tensors(weights) -> list[Tensor]:
     return [weights.embed, weights.norm, weights.head, *layers]
 
 
+def drafter_tensors(eagle: EagleDrafting) -> list[Tensor]:
+    network = eagle._network
+    assert isinstance(network, EagleNetwork)
+    return [network.fc, *(t for t in vars(network.layer).values() if t is not None)]
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_drafter_load_never_touches_the_target_nor_the_reverse(kind: str) -> None:
     model = model_of(kind)
@@ -194,10 +202,9 @@ def test_a_drafter_load_never_touches_the_target_nor_the_reverse(kind: str) -> N
     before = [t.clone() for t in weight_tensors(target.weights)]
     engine.load_drafter(1, contrary_drafter(spec_of(model)))
     assert all(torch.equal(a, b) for a, b in zip(weight_tensors(target.weights), before, strict=True))
-    assert eagle._layer is not None and eagle._fc is not None
-    drafter = [eagle._fc.clone(), *(t.clone() for t in vars(eagle._layer).values() if t is not None)]
+    drafter = [t.clone() for t in drafter_tensors(eagle)]
     engine.load_policy(1, tensors_of(model_of(kind, 1)))
-    after = [eagle._fc, *(t for t in vars(eagle._layer).values() if t is not None)]
+    after = drafter_tensors(eagle)
     assert all(torch.equal(a, b) for a, b in zip(after, drafter, strict=True))
     assert not torch.equal(target.weights.embed, before[0])
 
