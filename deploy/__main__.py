@@ -56,15 +56,40 @@ def train(
 def warmup(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file or preset.")] = "pocket-warmup",
     settings: Settings = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for target/ and drafter/; default: the shipped one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for target/, drafter/; pocket-warmup has its own.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there.")] = False,
+    keep_target: Annotated[bool, typer.Option("--keep-target", help="Only new drafters for the target there.")] = False,
 ) -> None:
-    """Make the pocket model and its first drafter from nothing; minutes on a CPU."""
+    """Make a small model and its first drafters from nothing, in minutes."""
     with errors_told():
         resolved = config_of(config, settings or [])
         from deploy.cli_warmup import make_model
 
-        make_model(resolved, out, overwrite)
+        make_model(resolved, out, overwrite, keep_target)
+
+
+@app.command()
+def grow(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A Llama, Qwen2 or Qwen3 model folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
+    hidden_size: Annotated[int, typer.Option(help="Four, 16 ... times the source's keeps bfloat16 exact.")],
+    intermediate_size: Annotated[int, typer.Option()],
+    num_layers: Annotated[int, typer.Option()],
+    num_heads: Annotated[int, typer.Option(help="Query heads; the size of a head stays.")],
+    num_kv_heads: Annotated[int, typer.Option()],
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the source's.")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="The source's drafter folder, to grow along.")] = None,
+    drafter_out: Annotated[Path | None, typer.Option(help="Default: DST/drafter.")] = None,
+    noise: Annotated[bool, typer.Option("--noise", help="Unread weights random instead of zero; speed only.")] = False,
+) -> None:
+    """Make a larger model that computes the same: real acceptance and rewards at the cost of the large shape."""
+    with errors_told():
+        from deploy.cli_grow import grow_model
+        from services.models.grow import GrownShape
+        from services.models.grow_files import GrowOptions
+
+        shape = GrownShape(hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads)
+        grow_model(source, folder, GrowOptions(shape, dtype, noise), drafter, drafter_out)
 
 
 @app.command()
@@ -116,6 +141,24 @@ def bench_rollout(
         from deploy.bench_rollout import run_bench
 
         result = run_bench(resolved, repeats)
+        if as_json:
+            print(json.dumps(result))
+
+
+@bench_app.command("sglang")
+def bench_sglang(
+    config: Annotated[str, typer.Option(help="Whose model and engine to measure.")] = "reasoner-sglang",
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured repeats of each cell, after one for warm-up.")] = 5,
+    publish: Annotated[bool, typer.Option(help="Also time publishing weights of a 7B shape.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+) -> None:
+    """Throughput through the rollout actor against a bare SGLang engine, and how long published weights travel."""
+    with errors_told():
+        resolved = config_of(config, settings or [])
+        from deploy.bench_sglang import run_bench
+
+        result = run_bench(resolved, repeats, publish)
         if as_json:
             print(json.dumps(result))
 

@@ -23,7 +23,7 @@ from services.core.errors import DataError
 from services.core.types import AcceptanceStats, GroupWork, Prompt, Rollout, SamplingParams
 from services.data.source import load_prompts
 from services.models.device import pick_device
-from services.models.files import drafter_dir, model_dir, read_config, read_tensors
+from services.models.files import drafter_dir, model_dir, read_config, read_grown, read_tensors
 from services.models.layers import model_spec
 from services.models.target import TargetModel
 from services.models.tokenizer import Tokenizer, load_tokenizer
@@ -91,7 +91,7 @@ class Bench:
         self.folder, self.device = model_dir(config.model.path), pick_device(config.model.device)
         self.tokenizer: Tokenizer = load_tokenizer(config.model.path)
         self.tensors: dict[str, Tensor] = read_tensors(self.folder)
-        self.drafter: dict[str, Tensor] = read_tensors(drafter_dir(config.model.path))
+        self.drafter: dict[str, Tensor] = read_tensors(drafter_dir(config.model.path, config.drafter.method))
         self.spec = model_spec(read_config(self.folder))
         self.hf = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).to(self.device).eval()
         self.heldout = load_prompts(config, self.tokenizer).heldout
@@ -201,6 +201,7 @@ def run_bench(config: ClusterConfig, repeats: int = 5, say: Callable[[str], None
     return {
         "bench": "rollout",
         **provenance(),
+        "grown": read_grown(bench.folder),
         "threads": 1,
         "repeats": repeats,
         "greedy_mismatches": mismatches,

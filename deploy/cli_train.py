@@ -17,7 +17,9 @@ from deploy.progress import ProgressDisplay
 from services.config.schema import ClusterConfig
 from services.core.errors import DataError
 from services.drafter.export import write_drafter_folder
-from services.models.files import drafter_dir, model_dir, read_config
+from services.models.files import GROWN_FILE, drafter_dir, model_dir, read_config, read_grown
+from services.models.layers import model_spec
+from services.models.methods import drafter_method
 from services.report.run_folder import RunFolder
 
 # What a person wants to know first, in this order; the rest is in summary.json.
@@ -44,7 +46,7 @@ def check_inputs(config: ClusterConfig) -> None:
     """Everything a run reads must be there and usable before anything starts. Raises DataError."""
     inputs = load_inputs(config)
     if needs_drafter(config):
-        folder = drafter_dir(config.model.path)
+        folder = drafter_dir(config.model.path, config.drafter.method)
         if not (folder / "config.json").is_file():
             raise DataError(
                 f"no drafter at {folder}: make one with `longtail warmup`, or choose a strategy that needs none "
@@ -63,6 +65,10 @@ def train(config: ClusterConfig, *, quiet: bool = False) -> None:
     folder = RunFolder(config)  # writes the resolved configuration
     console = Console()
     _say(console, f"run folder: {folder.path}")
+    grown = read_grown(model_dir(config.model.path))
+    if grown is not None:  # the run's figures must say so wherever they are read
+        (folder.path / GROWN_FILE).write_text(json.dumps(grown, indent=2) + "\n", encoding="utf-8")
+        _say(console, f"model grown from {grown['grown_from']}: {grown['note']}")
     display = nullcontext() if quiet else ProgressDisplay(folder.latest_progress, console)
     try:
         with display:
@@ -74,7 +80,8 @@ def train(config: ClusterConfig, *, quiet: bool = False) -> None:
 def _run(config: ClusterConfig, folder: RunFolder) -> None:
     def export(_version: int, tensors: Mapping[str, Any]) -> None:
         target = read_config(model_dir(config.model.path))
-        write_drafter_folder(tensors, target, folder.drafter_dir, _micro_steps(folder.path))
+        method = drafter_method(config.drafter, model_spec(target))
+        write_drafter_folder(tensors, method, target, folder.drafter_dir, _micro_steps(folder.path))
 
     if config.placement.mode == "local":
         from deploy.local import run_local

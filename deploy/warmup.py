@@ -1,86 +1,96 @@
-"""`longtail warmup`: make the pocket model and its first drafter from worked traces, measured on held-out problems.
+"""`longtail warmup`: make a small model and its first drafters from worked traces, measured on held-out problems.
 
-Two stages: supervised learning of the target, then a short EAGLE warm start on the target's own responses. The drafter
-is left far from finished on purpose: in the run it learns in the idle time of the tail.
+Three stages: supervised learning of the target (`warmup_target`), responses of what it has become (`warmup_rollouts`),
+and a short start for each drafter on those (`warmup_drafter`).
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
-from statistics import quantiles
 
 import torch
-from transformers import Qwen3ForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from deploy.warmup_card import WarmupResult, write_card
-from deploy.warmup_target import Example, new_model, train_target
+from deploy.warmup_card import DrafterResult, WarmupResult, write_card
+from deploy.warmup_drafter import warm_drafter
+from deploy.warmup_rollouts import WarmupRollouts, heldout_figures, warmup_rollouts
+from deploy.warmup_target import new_model, store_as, trace_examples, train_target
 from services.config.load import dump_config
 from services.config.schema import ClusterConfig
-from services.core.types import GroupWork, Prompt, Rollout, SamplingParams
 from services.data.source import PromptSets, load_prompts
-from services.data.traces import CHARACTERS, chain_sum_trace
-from services.drafter.export import write_drafter_folder
-from services.drafter.head import target_head
-from services.drafter.state import fresh_state
-from services.drafter.trainer import DrafterTrainer
-from services.models.device import pick_device
-from services.models.drafter import EagleDrafter
-from services.models.files import read_config
-from services.models.hidden import HiddenStates
-from services.models.layers import model_spec
-from services.models.target import TargetModel
-from services.models.tokenizer import BOS, EOS, PAD, Tokenizer, character_tokenizer
-from services.reward.service import build_reward_service
-from services.rollout.native import EngineOptions, NativeEngine
-from services.speculation.selector import Fixed
-from services.speculation.strategy import OFF
+from services.data.traces import CHARACTERS
+from services.models.device import pick_device, pick_dtype
+from services.models.tokenizer import EOS, Tokenizer, character_tokenizer, load_tokenizer
 
 VOCAB_MULTIPLE = 16  # unused rows at the end of the embedding; kernels like round sizes
-DRAFTER_ROLLOUTS = 512
+MIN_POSITIONS = 2048
+TELL_EVERY = 25
 
 
-def run_warmup(config: ClusterConfig, out: Path, say: Callable[[str], None] = print) -> WarmupResult:
-    """Write `out`/target and `out`/drafter; returns the measured figures. Seeded by run.seed."""
+def run_warmup(
+    config: ClusterConfig, out: Path, say: Callable[[str], None] = print, keep_target: bool = False
+) -> WarmupResult:
+    """Write `out`/target, `out`/drafter and `out`/drafter-<method> for each further method; returns the measured
+    figures. Seeded by run.seed. `keep_target`: new drafters for the target that an earlier warm-up left there."""
+    tell = _with_time(say)
     torch.manual_seed(config.run.seed)
     torch.set_num_threads(config.policy.threads)
     device = pick_device(config.model.device)
-    tokenizer = _write_tokenizer(out / "target")
-    prompts = load_prompts(config, tokenizer)
-    vocab = -(-tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    model = new_model(config.warmup, vocab, 2048, EOS, PAD, BOS).to(device)
-    started = time.monotonic()
-
-    def on_step(step: int, loss: float) -> None:
-        if step % 25 == 0 or step == config.warmup.steps:
-            say(f"target step {step}/{config.warmup.steps}  loss {loss:.4f}  {time.monotonic() - started:.0f} s")
-
-    train_target(model, _examples(prompts.train, tokenizer, config.run.seed), config.warmup, on_step)
-    target_seconds = time.monotonic() - started
-    model.config.use_cache = model.generation_config.use_cache = True  # was off for training; generation wants it
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32; drafters train in float32
     disable_progress_bar()
-    model.eval().save_pretrained(out / "target")
-    figures = _evaluate(model, tokenizer, prompts, config, say)
+    folder = out / "target"
+    tokenizer = load_tokenizer(str(folder)) if keep_target else _write_tokenizer(folder)
+    prompts = load_prompts(config, tokenizer)
+    tell(f"{len(prompts.train)} training and {len(prompts.heldout)} held-out problems")
     started = time.monotonic()
-    acceptance, count = _warm_drafter(model, tokenizer, prompts, config, out, say)
+    if keep_target:
+        made = json.loads((out / "warmup.json").read_text(encoding="utf-8"))
+        model, target_seconds, made_on = _read_target(folder, config, device), made["target_seconds"], made["device"]
+    else:
+        model, made_on = _make_target(config, prompts, tokenizer, device, tell), _name(device)
+        target_seconds = time.monotonic() - started
+        model.save_pretrained(folder)
+    rng = Random(f"{config.run.seed}/drafter")
+    rollouts = warmup_rollouts(model, tokenizer, prompts, config, rng, tell)
+    figures = heldout_figures(rollouts, config)
+    tell(
+        f"held-out pass rate at temperature 0 / 1: {figures.heldout_pass_rate_greedy:.3f} / "
+        f"{figures.heldout_pass_rate:.3f} of {figures.heldout_prompts}; median response {figures.response_len_p50:.0f}"
+    )
     result = WarmupResult(
         parameters=sum(p.numel() for p in model.parameters()),
-        drafter_parameters=count,
-        drafter_acceptance_length=acceptance,
+        **asdict(figures),
         target_seconds=target_seconds,
-        drafter_seconds=time.monotonic() - started,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        **figures,
+        drafters=_make_drafters(model, rollouts, config, rng, out, tell),
+        device=made_on,
     )
     write_card(out, result, config)
     (out / "warmup.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
     (out / "warmup.yaml").write_text(dump_config(config), encoding="utf-8")
     return result
+
+
+def _with_time(say: Callable[[str], None]) -> Callable[[str], None]:
+    started = time.monotonic()
+    return lambda line: say(f"[{time.monotonic() - started:4.0f} s] {line}")
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _read_target(folder: Path, config: ClusterConfig, device: torch.device) -> PreTrainedModel:
+    dtype = pick_dtype(config.model.dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return model.to(device).eval()
 
 
 def _write_tokenizer(folder: Path) -> Tokenizer:
@@ -90,112 +100,38 @@ def _write_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(core, folder, (EOS,))
 
 
-def _examples(prompts: Sequence[Prompt], tokenizer: Tokenizer, seed: int) -> Iterator[Example]:
-    """Training prompts in random order for ever, each time with a newly worded trace."""
-    rng = Random(f"{seed}/warmup")
-    while True:
-        for prompt in rng.sample(prompts, len(prompts)):
-            trace = tokenizer.encode(chain_sum_trace(prompt.text, rng))
-            yield Example((*prompt.token_ids, *trace, EOS), len(prompt.token_ids))
+def _make_target(
+    config: ClusterConfig, prompts: PromptSets, tokenizer: Tokenizer, device: torch.device, tell: Callable[[str], None]
+) -> PreTrainedModel:
+    """Trained, in model.dtype, ready for generation."""
+    vocab = -(-tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    positions = max(MIN_POSITIONS, config.rollout.engine.max_len)
+    model = new_model(config.warmup, vocab, positions).to(device)
+    steps, dtype = config.warmup.steps, pick_dtype(config.model.dtype)
+
+    def on_step(step: int, loss: Tensor) -> None:
+        if step % TELL_EVERY == 0 or step == steps:
+            tell(f"target step {step}/{steps}  loss {float(loss):.4f}")
+
+    train_target(model, trace_examples(prompts.train, tokenizer, config.run.seed), config.warmup, dtype, on_step)
+    store_as(model, dtype)
+    model.config.use_cache = model.generation_config.use_cache = True  # was off for training; generation wants it
+    return model.eval()
 
 
-def _generate(
-    model: Qwen3ForCausalLM, tokenizer: Tokenizer, prompts: Sequence[Prompt], config: ClusterConfig, temperature: float
-) -> list[Rollout]:
-    """One response per prompt from the native engine, in prompt order."""
-    engine_config, device = config.rollout.engine, next(model.parameters()).device
-    options = EngineOptions(min(128, len(prompts)), engine_config.max_len, max_nodes=1)
-    spec = model_spec(model.config.to_dict())
-    target = TargetModel(spec, options.max_len + options.spare_columns, device, torch.float32)
-    engine = NativeEngine(target, options, Fixed(OFF), tokenizer.decode, time.monotonic)
-    engine.load_policy(0, _published(model))
-    sampling = SamplingParams(
-        temperature=temperature, max_tokens=config.rollout.sampling.max_tokens, stop_token_ids=(EOS,)
-    )
-    for i, prompt in enumerate(prompts):
-        engine.submit(GroupWork(str(i), prompt, (0,), (config.run.seed + 1000 + i,), sampling))
-    rollouts: list[Rollout] = []
-    while len(rollouts) < len(prompts):
-        rollouts.extend(engine.step())
-    return sorted(rollouts, key=lambda r: int(r.group_id))
-
-
-def _published(model: Qwen3ForCausalLM) -> dict[str, torch.Tensor]:
-    return {k: v.detach() for k, v in model.state_dict().items() if k != "lm_head.weight"}
-
-
-def _evaluate(
-    model: Qwen3ForCausalLM,
-    tokenizer: Tokenizer,
-    prompts: PromptSets,
+def _make_drafters(
+    model: PreTrainedModel,
+    rollouts: WarmupRollouts,
     config: ClusterConfig,
-    say: Callable[[str], None],
-) -> dict[str, float]:
-    heldout = prompts.heldout[: config.warmup.eval_prompts]
-    rewards = build_reward_service(config)
-    try:
-        rates, lengths = {}, []
-        for temperature in (0.0, 1.0):
-            rollouts = _generate(model, tokenizer, heldout, config, temperature)
-            scores = rewards.score(heldout, rollouts)
-            rates[temperature] = sum(s.correct for s in scores) / len(scores)
-            lengths = sorted(len(r.response_ids) for r in rollouts)
-            say(f"held-out pass rate at temperature {temperature}: {rates[temperature]:.3f} of {len(heldout)}")
-    finally:
-        rewards.close()
-    cuts = quantiles(lengths, n=100, method="inclusive")
-    return {
-        "heldout_pass_rate": rates[1.0], "heldout_pass_rate_greedy": rates[0.0], "heldout_prompts": len(heldout),
-        "response_len_p50": cuts[49], "response_len_p99": cuts[98], "response_len_max": lengths[-1],
-    }  # fmt: skip
-
-
-@torch.no_grad()
-def _hidden_states(model: Qwen3ForCausalLM, rollout: Rollout) -> HiddenStates:
-    ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]], device=next(model.parameters()).device)
-    hidden = model.model(input_ids=ids).last_hidden_state[0]
-    mask = torch.zeros(ids.shape[1], dtype=torch.bool)
-    mask[len(rollout.prompt_ids) :] = True
-    return HiddenStates(ids[0].cpu(), hidden.cpu(), mask, policy_version=0)
-
-
-def _warm_drafter(
-    model: Qwen3ForCausalLM,
-    tokenizer: Tokenizer,
-    prompts: PromptSets,
-    config: ClusterConfig,
+    rng: Random,
     out: Path,
-    say: Callable[[str], None],
-) -> tuple[float, int]:
-    """EAGLE warm start on the target's own responses to training prompts; offline acceptance on held-out ones."""
-    rng = Random(f"{config.run.seed}/drafter")
-    target_config = read_config(out / "target")
-    spec = model_spec(target_config)
-    drafter_config = config.drafter.model_copy(update={"learning_rate": config.warmup.drafter_learning_rate})
-    device = next(model.parameters()).device
-    trainer = DrafterTrainer(spec, drafter_config, 1.0, device)
-    trainer.load_head(target_head(_published(model), spec, 0, device))
-    network = EagleDrafter(spec)
-    network.reset(torch.Generator().manual_seed(config.run.seed))
-    trainer.load_state(fresh_state(network.tensors(), spec))
-    chosen = rng.sample(prompts.train, min(DRAFTER_ROLLOUTS, len(prompts.train)))
-    states = [_hidden_states(model, r) for r in _generate(model, tokenizer, chosen, config, 1.0)]
-    for step in range(config.warmup.drafter_steps):
-        micro = trainer.train_micro_step(_fill(states, drafter_config.pack_tokens, rng))
-        if (step + 1) % 10 == 0:
-            overlap = " ".join(f"{a:.2f}" for a in micro.expected_acceptance)
-            say(f"drafter step {step + 1}/{config.warmup.drafter_steps}  loss {micro.loss:.3f}  overlap {overlap}")
-    heldout = prompts.heldout[: config.warmup.eval_prompts // 4]
-    unseen = [_hidden_states(model, r) for r in _generate(model, tokenizer, heldout, config, 1.0)]
-    state = trainer.state()
-    estimate = trainer.estimate("warm start", state["tensors"], unseen)
-    write_drafter_folder(state["tensors"], target_config, out / "drafter", state["total_steps"])
-    return estimate.acceptance_length, sum(t.numel() for t in state["tensors"].values())
-
-
-def _fill(states: Sequence[HiddenStates], tokens: int, rng: Random) -> list[HiddenStates]:
-    picked: list[HiddenStates] = []
-    while tokens > 0:
-        picked.append(rng.choice(states))
-        tokens -= len(picked[-1].input_ids)
-    return picked
+    tell: Callable[[str], None],
+) -> tuple[DrafterResult, ...]:
+    results: list[DrafterResult] = []
+    drawn = rng.getstate()
+    for method in config.warmup_methods:
+        rng.setstate(drawn)  # each method learns from the same responses in the same order
+        folder = out / (f"drafter-{method}" if results else "drafter")
+        results.append(warm_drafter(model, method, rollouts, config, rng, (out / "target", folder), tell))
+        tell(f"{method}: acceptance length {results[-1].acceptance_length:.2f} offline, {folder}")
+    return tuple(results)

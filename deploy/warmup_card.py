@@ -9,33 +9,44 @@ from services.config.schema import ClusterConfig
 
 
 @dataclass(frozen=True)
+class DrafterResult:
+    """`acceptance_length`: a chain as deep as drafter.unroll, at temperature 1, estimated offline. `seconds`: states,
+    training and estimate."""
+
+    method: str
+    parameters: int
+    acceptance_length: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class WarmupResult:
-    """What the model card states. Lengths are response tokens at temperature 1."""
+    """What the model card states. Lengths are response tokens at temperature 1; `drafters` as in the folders
+    `drafter`, `drafter-<method>` ...; `device` is where the target was made."""
 
     parameters: int
-    drafter_parameters: int
     heldout_pass_rate: float
     heldout_pass_rate_greedy: float
     heldout_prompts: int
     response_len_p50: float
     response_len_p99: float
     response_len_max: int
-    drafter_acceptance_length: float
     target_seconds: float
-    drafter_seconds: float
+    drafters: tuple[DrafterResult, ...]
     device: str
 
 
-_CARD = """# Pocket model
+_CARD = """# {title} model
 
-A Qwen3-shaped causal language model of {parameters:,} parameters ({layers} layers, hidden size {hidden}) with one token
-per character, and a one-layer EAGLE drafter for it ({drafter_parameters:,} parameters). It adds up short chains of
-one- and two-digit numbers in writing, and is only half good at it: something for reinforcement learning to improve on
-a laptop. It is of no other use.
+A {family}-shaped causal language model of {parameters:,} parameters ({layers} layers, hidden size {hidden}) with one
+token per character, and {drafters}. It adds up chains of one- and two-digit
+numbers in writing, and is far from perfect at it: something for reinforcement learning to improve. It is of no other
+use.
 
-Made by `longtail warmup {name}` (seed {seed}; the resolved configuration is in `warmup.yaml`): {steps} supervised steps
-of about {tokens:,} tokens on worked traces of generated problems, then {drafter_steps} drafter steps on the model's own
-responses. Same seed, same machine, same library versions: same weights. The prompts below share no hash with training.
+Made by `longtail warmup {name}` (seed {seed}; the resolved configuration is in `warmup.yaml`): {steps} supervised
+steps of about {tokens:,} tokens on worked traces of generated problems, then {drafter_steps} steps of each drafter on
+the model's own responses. Same seed, same machine, same library versions: same weights. The prompts below share no
+hash with training.
 
 | measured on {heldout_prompts} held-out problems | |
 |---|---|
@@ -43,18 +54,33 @@ responses. Same seed, same machine, same library versions: same weights. The pro
 | pass rate, greedy | {heldout_pass_rate_greedy:.3f} |
 | response length, median / 99th percentile / longest | {response_len_p50:.0f} / {response_len_p99:.0f} / \
 {response_len_max} tokens |
-| drafter's acceptance length, chain of {unroll}, temperature 1, offline | {drafter_acceptance_length:.2f} |
-| time for target / drafter | {target_seconds:.0f} s / {drafter_seconds:.0f} s on {device} |
+{drafter_rows}
+| time for the target, on {device} | {target_seconds:.0f} s |
 
 Training data: none but generated sums (reasoning-gym's `chain_sum`). Licence: Apache-2.0, as the rest of Longtail.
 """
+_DRAFTER_ROW = (
+    "| {title}: acceptance length, chain of {unroll}, temperature 1, offline | {length:.2f} (made in {s:.0f} s) |"
+)
+_FAMILY = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_METHOD = {"eagle": "EAGLE", "eagle3": "EAGLE-3"}
 
 
 def write_card(folder: Path, result: WarmupResult, config: ClusterConfig) -> None:
     """Write `folder`/README.md."""
-    warmup = config.warmup
+    warmup, drafters = config.warmup, result.drafters
+    named = (f"a one-layer {_METHOD[d.method]} drafter for it ({d.parameters:,} parameters)" for d in drafters)
+    rows = (
+        _DRAFTER_ROW.format(
+            title=_METHOD[d.method], unroll=config.drafter.unroll, length=d.acceptance_length, s=d.seconds
+        )
+        for d in drafters
+    )
     text = _CARD.format(
-        **{name: getattr(result, name) for name in result.__dataclass_fields__},
+        **{name: getattr(result, name) for name in result.__dataclass_fields__} | {"drafters": " and ".join(named)},
+        drafter_rows="\n".join(rows),
+        title=config.run.name.removesuffix("-warmup").capitalize(),
+        family=_FAMILY[warmup.model_type],
         layers=warmup.num_layers,
         hidden=warmup.hidden_size,
         name=config.run.name,
@@ -62,6 +88,5 @@ def write_card(folder: Path, result: WarmupResult, config: ClusterConfig) -> Non
         steps=warmup.steps,
         tokens=warmup.tokens_per_step,
         drafter_steps=warmup.drafter_steps,
-        unroll=config.drafter.unroll,
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

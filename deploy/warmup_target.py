@@ -1,21 +1,38 @@
-"""First stage of the warm-up: teach a small Qwen3-shaped model worked traces, so that reinforcement learning has
-something to sharpen."""
+"""First stage of the warm-up: teach a small model worked traces, so that reinforcement learning has something to
+sharpen."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from random import Random
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from services.config.schema import WarmupConfig
+from services.config.warmup import WarmupConfig
+from services.core.types import Prompt
+from services.data.traces import CHARACTERS, chain_sum_trace
+from services.models.tokenizer import BOS, EOS, PAD, Tokenizer
 
-MICRO_BATCH_TOKENS = 4096
 WARMUP_FRACTION, FINAL_LR = 0.05, 0.02
+_FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
 
 
 @dataclass(frozen=True)
@@ -26,12 +43,11 @@ class Example:
     prompt_len: int
 
 
-def new_model(
-    config: WarmupConfig, vocab_size: int, max_positions: int, eos: int, pad: int, bos: int
-) -> Qwen3ForCausalLM:
-    """Random weights from torch's global seed."""
-    return Qwen3ForCausalLM(
-        Qwen3Config(
+def new_model(config: WarmupConfig, vocab_size: int, max_positions: int) -> PreTrainedModel:
+    """Random float32 weights from torch's global seed."""
+    config_class, model_class = _FAMILIES[config.model_type]
+    return model_class(
+        config_class(
             vocab_size=vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -41,28 +57,62 @@ def new_model(
             head_dim=config.head_dim,
             max_position_embeddings=max_positions,
             tie_word_embeddings=True,
-            bos_token_id=bos,
-            eos_token_id=eos,
-            pad_token_id=pad,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
             use_cache=False,
         )
     )
 
 
+def trace_examples(prompts: Sequence[Prompt], tokenizer: Tokenizer, seed: int) -> Iterator[Example]:
+    """Training prompts in random order for ever, each time with a newly worded trace."""
+    # a table instead of the tokenizer: one id per character, and the tokenizer takes ten times as long for it
+    ids = {character: tokenizer.encode(character)[0] for character in CHARACTERS}
+    rng = Random(f"{seed}/warmup")
+    while True:
+        for prompt in rng.sample(prompts, len(prompts)):
+            trace = [ids[character] for character in chain_sum_trace(prompt.text, rng)]
+            yield Example((*prompt.token_ids, *trace, EOS), len(prompt.token_ids))
+
+
 def train_target(
-    model: Qwen3ForCausalLM, examples: Iterator[Example], config: WarmupConfig, on_step: Callable[[int, float], None]
+    model: PreTrainedModel,
+    examples: Iterator[Example],
+    config: WarmupConfig,
+    dtype: torch.dtype,
+    on_step: Callable[[int, Tensor], None],
 ) -> None:
-    """`steps` AdamW updates of about `tokens_per_step` tokens each; cosine schedule."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.05)
+    """`steps` AdamW updates of about `tokens_per_step` tokens each; cosine schedule. Weights stay float32; with another
+    `dtype` matrices are multiplied in it (autocast). `on_step` gets the step and its loss, which is still on the
+    device: reading it waits for the GPU."""
+    device = model.device
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=config.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=0.05,
+        fused=device.type == "cuda",
+    )
     model.train()
     for step in range(config.steps):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * _schedule(step / config.steps)
-        loss = _accumulate(model, _take(examples, config.tokens_per_step))
+        batch = _take(examples, config.tokens_per_step)
+        loss = _accumulate(
+            model, batch, config.micro_batch_tokens, torch.autocast(device.type, dtype, dtype != torch.float32)
+        )
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         on_step(step + 1, loss)
+
+
+def store_as(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast the parameters in place. Not `model.to`: that would cast the rotary frequencies too, and positions would be
+    off by whole turns at the end of a long response."""
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
 
 
 def _schedule(progress: float) -> float:
@@ -78,29 +128,34 @@ def _take(examples: Iterator[Example], tokens: int) -> list[Example]:
     return taken
 
 
-def _accumulate(model: Qwen3ForCausalLM, batch: Sequence[Example]) -> float:
-    """Gradient of the mean loss per supervised token, over micro-batches of similar length."""
+def _accumulate(
+    model: PreTrainedModel, batch: Sequence[Example], micro_tokens: int, autocast: AbstractContextManager[object]
+) -> Tensor:
+    """Gradient of the mean loss per supervised token, over micro-batches of similar length; returns that mean."""
     supervised = sum(len(e.ids) - e.prompt_len for e in batch)
-    total = 0.0
-    for micro in micro_batches(sorted(batch, key=lambda e: len(e.ids)), MICRO_BATCH_TOKENS):
-        ids, mask = _pad(micro, next(model.parameters()).device)
-        logits = model(input_ids=ids[:, :-1]).logits.float()  # right padding: causal attention never sees it
-        losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    total = torch.zeros((), device=model.device)
+    ordered = sorted(batch, key=lambda e: len(e.ids))
+    for span in padded_runs([len(e.ids) for e in ordered], micro_tokens):
+        ids, mask = _pad(ordered[span], model.device)
+        with autocast:
+            logits = model(input_ids=ids[:, :-1]).logits  # right padding: causal attention never sees it
+        losses = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         loss = (losses * mask[:, 1:].flatten()).sum() / supervised
         loss.backward()
-        total += loss.item()
+        total += loss.detach()
     return total
 
 
-def micro_batches(ordered: Sequence[Example], tokens: int) -> Iterator[list[Example]]:
-    """Runs of neighbours whose padded size stays within `tokens` (at least one example each)."""
-    micro: list[Example] = []
-    for example in ordered:
-        if micro and len(example.ids) * (len(micro) + 1) > tokens:
-            yield micro
-            micro = []
-        micro.append(example)
-    yield micro
+def padded_runs(lengths: Sequence[int], tokens: int) -> Iterator[slice]:
+    """Cut sequences of rising `lengths` into runs of neighbours whose padded size stays within `tokens` (at least one
+    sequence each)."""
+    start = 0
+    for end, length in enumerate(lengths):
+        if end > start and length * (end - start + 1) > tokens:
+            yield slice(start, end)
+            start = end
+    if lengths:
+        yield slice(start, len(lengths))
 
 
 def _pad(batch: Sequence[Example], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -110,4 +165,6 @@ def _pad(batch: Sequence[Example], device: torch.device) -> tuple[Tensor, Tensor
     for row, example in enumerate(batch):
         ids[row, : len(example.ids)] = torch.tensor(example.ids)
         mask[row, example.prompt_len : len(example.ids)] = 1.0
-    return ids.to(device), mask.to(device)
+    if device.type == "cuda":  # from pinned memory the copy does not wait for the GPU to come to it
+        ids, mask = ids.pin_memory(), mask.pin_memory()
+    return ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)

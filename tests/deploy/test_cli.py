@@ -125,7 +125,7 @@ def test_report_of_something_else(tmp_path: Path) -> None:
 def test_help_names_every_command(tmp_path: Path) -> None:
     done = longtail("--help", cwd=tmp_path)
     assert done.code == 0
-    for command in ("train", "warmup", "data", "bench", "report", "config", "version"):
+    for command in ("train", "warmup", "grow", "data", "bench", "report", "config", "version"):
         assert f"\n  {command} " in done.out
 
 

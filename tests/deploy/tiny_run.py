@@ -10,7 +10,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from services.config.schema import ClusterConfig
 from services.drafter.export import write_drafter_folder
-from services.models.drafter import EagleDrafter
+from services.models.drafter import Drafter
+from services.models.eagle import Eagle
 from services.models.files import read_config
 from services.models.layers import model_spec
 from services.models.tokenizer import BOS, EOS, PAD, SPECIALS, character_tokenizer
@@ -29,9 +30,10 @@ def make_model_folder(folder: Path) -> Path:
     target = folder / "target"
     Qwen3ForCausalLM(config).save_pretrained(target)
     character_tokenizer(CHARACTERS).save(str(target / "tokenizer.json"))
-    drafter = EagleDrafter(model_spec(read_config(target)))
+    method = Eagle(model_spec(read_config(target)))
+    drafter = Drafter(method)
     drafter.reset(torch.Generator().manual_seed(1))
-    write_drafter_folder(drafter.tensors(), read_config(target), folder / "drafter")
+    write_drafter_folder(drafter.tensors(), method, read_config(target), folder / "drafter")
     return target
 
 
