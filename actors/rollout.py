@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.config.schema import ClusterConfig
-from services.core.types import GroupWork, ServedVersions, ServerReport
+from services.core.types import GroupWork, MemorySwitch, ServedVersions, ServerReport
 from services.rollout.service import build_rollout_service
 
 
@@ -32,6 +32,9 @@ class RolloutActor:
 
     def load_drafter(self, version: int, tensors: Mapping[str, Any], epoch: int) -> ServedVersions:
         return self._service.load_drafter(version, tensors, epoch)
+
+    def switch_memory(self, release: bool, epoch: int) -> MemorySwitch:
+        return self._service.switch_memory(release, epoch)
 
     def set_strategy(self, name: str | None, epoch: int) -> None:
         self._service.set_strategy(name, epoch)

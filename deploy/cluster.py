@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from rich.console import Console
 
 from actors.coordinator import CoordinatorActor
 from actors.drafter import DrafterActor
@@ -36,10 +37,11 @@ KINDS = {"rollout": RolloutActor, "drafter": DrafterActor, "policy": PolicyActor
 POLL_S = 0.25
 # After Ctrl-C: the longest the run may take to reach a safe point. A policy step on a CPU can take a while.
 STOP_TIMEOUT_S = 60.0
-# Small models: the objects are drafters, policies and hidden states of a few steps.
-OBJECT_STORE_BYTES = 512 * 2**20
+# How often to say what a start waits for: an SGLang engine takes minutes to compile its kernels.
+START_NEWS_S = 15.0
 
 Handles = dict[str, Any]
+CONSOLE = Console(stderr=True, markup=False, highlight=False)
 
 
 def run_on_ray(
@@ -75,7 +77,7 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
     own: dict[str, Any] = {
         "num_cpus": machine_cpus(),
         "include_dashboard": False,
-        "object_store_memory": OBJECT_STORE_BYTES,
+        "object_store_memory": config.placement.object_store_bytes,
     }
     before = descendants()
     ray.init(
@@ -152,14 +154,18 @@ def _start(plan: ActorPlan, config: ClusterConfig, group: Any) -> Any:
 def _await_all(handles: Handles, timeout_s: float) -> None:
     """Wait until every actor answers; a time-out names those that do not, a failed constructor says why."""
     refs = {handle.process_id.remote(): name for name, handle in handles.items()}
-    ready, late = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
-    for ref in ready:
-        try:
-            ray.get(ref)
-        except RayActorError as error:
-            raise ServiceLostError(refs[ref], f"it could not start: {_cause(error)}") from None
+    late, started = list(refs), time.monotonic()
+    while late and time.monotonic() - started < timeout_s:
+        ready, late = ray.wait(late, num_returns=len(late), timeout=min(START_NEWS_S, timeout_s))
+        for ref in ready:
+            try:
+                ray.get(ref)
+            except RayActorError as error:
+                raise ServiceLostError(refs[ref], f"it could not start: {_cause(error)}") from None
+        if late:
+            names = ", ".join(refs[ref] for ref in late)
+            CONSOLE.print(f"waiting for {names}: {time.monotonic() - started:.0f} s of at most {timeout_s:.0f} s")
     if late:
-        names = ", ".join(refs[ref] for ref in late)
         raise WaitTimeoutError(
             f"{names} did not start within {timeout_s:.0f} s: see the Ray logs, or raise coordinator.start_timeout_s"
         )

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from services.config.naming import strategy_name
-from services.config.schema import ClusterConfig, NativeEngine
+from services.config.schema import ClusterConfig
 from services.coordinator import loop
+from services.coordinator.alarms import useless_drafter
 from services.coordinator.calls import Calls
 from services.coordinator.comparison import OFF, compare
 from services.coordinator.drafting import Drafting
@@ -234,6 +235,9 @@ class Coordinator:
         self._summary.steps.append(metrics)
         self._observer.step(metrics)
         self._observer.rollouts(step, self._facts.groups)
+        alarm = useless_drafter(self._summary.steps)
+        if alarm is not None:
+            self._tell("drafter_useless", "drafter", alarm)
 
     # ------------------------------------------------------------------ speculation off against on
 
@@ -288,7 +292,6 @@ class Coordinator:
 
     def _make_phase(self) -> RolloutPhase:
         rollout = self._config.rollout
-        assert isinstance(rollout.engine, NativeEngine)
         return RolloutPhase(
             self._fleet,
             self._drafting,

@@ -166,6 +166,15 @@ class ServedVersions:
 
 
 @dataclass(frozen=True, slots=True)
+class MemorySwitch:
+    """Releasing or resuming a server's GPU memory: seconds, and bytes that changed hands."""
+
+    released: bool
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServerReport:
     """Answer of a rollout server to one `advance`: what finished since the last report and what still runs."""
 
@@ -237,8 +246,7 @@ class PolicyStepReport:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStateChunk:
-    """Handle of hidden states that stay where they are: counts and version only; the `Blob` beside it
-    resolves to them."""
+    """Handle of hidden states that stay where they are; the `Blob` beside it resolves to them."""
 
     policy_version: int
     step: int

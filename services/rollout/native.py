@@ -21,7 +21,7 @@ from services.core.types import FinishReason, GroupWork, Rollout, RunningRequest
 from services.models.sampling import SamplingTensors, check_sampling, process_logits, sampling_tensors, uniforms
 from services.models.target import TargetModel
 from services.rollout.eagle import CATCH_UP_CHUNK, EagleDrafting
-from services.rollout.request import Request
+from services.rollout.request import Request, note_version
 from services.rollout.rows import Rows, tail_mask, tail_table
 from services.rollout.stops import emit, response_text
 from services.speculation.drafting import Draft
@@ -48,12 +48,6 @@ class EngineOptions:
     @property
     def spare_columns(self) -> int:
         return CATCH_UP_CHUNK + self.max_nodes + 2
-
-
-def _note(versions: list[int], version: int) -> None:
-    """A version loaded again is not another version."""
-    if versions[-1:] != [version]:
-        versions.append(version)
 
 
 @lru_cache(maxsize=64)
@@ -147,14 +141,14 @@ class NativeEngine:
         self._policy_version = version
         for row, request in enumerate(self._requests):
             self._rows.prefill(row)
-            _note(request.policy_versions, version)
+            note_version(request.policy_versions, version)
 
     def load_drafter(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         self._refuse_backwards("drafter", version, self._drafter_version)
         self._eagle.load(tensors)
         self._drafter_version = version
         for request in self._requests:
-            _note(request.drafter_versions, version)
+            note_version(request.drafter_versions, version)
 
     @staticmethod
     def _refuse_backwards(what: str, version: int, served: int | None) -> None:
@@ -169,8 +163,8 @@ class NativeEngine:
     # -- one round
 
     @torch.no_grad()
-    def step(self) -> list[Rollout]:
-        """One round over all running requests; returns the rollouts that ended in it."""
+    def step(self, wait_s: float = 0.0) -> list[Rollout]:
+        """One round over all running requests, however long it takes; returns the rollouts that ended in it."""
         assert self._policy_version is not None, "load a policy version first"
         self._admit()
         if not self._requests:

@@ -1,4 +1,4 @@
-"""One running request of the native engine."""
+"""One running request of the native engine, and how every engine notes the versions a request lived through."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from dataclasses import dataclass, field
 
 from services.core.types import AcceptanceStats, FinishReason, GroupWork, Rollout, RunningRequest, SamplingParams
 from services.speculation.acceptance import AcceptanceCounter
+
+
+def note_version(versions: list[int], version: int | None) -> None:
+    """Add what is served from now on; a version loaded again is not another version."""
+    if version is not None and versions[-1:] != [version]:
+        versions.append(version)
 
 
 @dataclass

@@ -13,13 +13,16 @@ from services.config.schema import ClusterConfig
 from services.config.schema import NativeEngine as NativeEngineConfig
 from services.core.errors import ConfigError, StaleEpochError
 from services.core.protocols import Clock
-from services.core.types import GroupWork, Rollout, ServedVersions, ServerReport
+from services.core.types import GroupWork, MemorySwitch, Rollout, ServedVersions, ServerReport
 from services.models.device import pick_device, pick_dtype
 from services.models.files import model_dir, read_config
 from services.models.layers import model_spec
 from services.models.target import TargetModel
 from services.models.tokenizer import load_tokenizer
+from services.rollout.engine import RolloutEngine
 from services.rollout.native import EngineOptions, NativeEngine
+from services.rollout.sglang.build import build_sglang_engine
+from services.rollout.sglang.engine import SGLangEngine
 from services.speculation.selector import make_selector
 from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 from services.speculation.suffix_index import SuffixIndex
@@ -28,7 +31,7 @@ from services.speculation.suffix_index import SuffixIndex
 class RolloutService:
     """Every call carries the slot's epoch; an older one is refused, so a late message cannot disturb a new lease."""
 
-    def __init__(self, engine: NativeEngine, strategies: Mapping[str, DraftStrategy], clock: Clock) -> None:
+    def __init__(self, engine: RolloutEngine, strategies: Mapping[str, DraftStrategy], clock: Clock) -> None:
         self._engine, self._strategies, self._clock = engine, dict(strategies), clock
         self._epoch: int | None = None  # none until the first open_epoch
 
@@ -54,7 +57,7 @@ class RolloutService:
         self._check(epoch)
         started, finished, before = self._clock(), list[Rollout](), self._progress()
         while self._engine.num_running or self._engine.num_waiting:
-            finished.extend(self._engine.step())
+            finished.extend(self._engine.step(budget_s - (self._clock() - started)))
             if self._clock() - started >= budget_s:
                 break
         done = sum(len(r.response_ids) for r in finished)
@@ -84,6 +87,13 @@ class RolloutService:
             raise ConfigError(f"strategy {name!r} is not configured: one of {', '.join(self._strategies)}")
         self._engine.force_strategy(None if name is None else self._strategies[name])
 
+    def switch_memory(self, release: bool, epoch: int) -> MemorySwitch:
+        """Release or resume the GPU memory of an idle server, so that another holder of the slot can use it."""
+        self._check(epoch)
+        if not isinstance(self._engine, SGLangEngine):
+            raise ConfigError("the native engine cannot release its memory: use rollout.engine.type: sglang")
+        return self._engine.switch_memory(release)
+
     def _progress(self) -> int:
         return sum(r.num_tokens for r in self._engine.running())
 
@@ -94,25 +104,31 @@ class RolloutService:
 
 def build_rollout_service(config: ClusterConfig, slot: int) -> RolloutService:
     """The rollout server of one slot; weights arrive by load_policy / load_drafter."""
-    engine_config = config.rollout.engine
-    if not isinstance(engine_config, NativeEngineConfig):
-        raise ConfigError(f"rollout.engine.type {engine_config.type!r} is not available yet: use native")
-    torch.set_num_threads(engine_config.threads)
-    device = pick_device(config.model.device)
     strategies = {s.name: s for s in (OFF, *(draft_strategy(c) for c in config.speculation.strategies))}
-    max_nodes = max(s.num_draft_tokens for s in strategies.values())
-    needs_index = any(s.drafter == "suffix" for s in strategies.values())
+    engine_config = config.rollout.engine
+    engine: RolloutEngine
+    if isinstance(engine_config, NativeEngineConfig):
+        engine = _native_engine(config, engine_config, list(strategies.values()), slot)
+    else:
+        engine = build_sglang_engine(config, engine_config, slot)
+    return RolloutService(engine, strategies, time.monotonic)
+
+
+def _native_engine(
+    config: ClusterConfig, engine: NativeEngineConfig, strategies: Sequence[DraftStrategy], slot: int
+) -> NativeEngine:
+    torch.set_num_threads(engine.threads)
+    needs_index = any(s.drafter == "suffix" for s in strategies)
     options = EngineOptions(
-        max_running=engine_config.max_running,
-        max_len=engine_config.max_len,
-        max_nodes=max_nodes,
+        max_running=engine.max_running,
+        max_len=engine.max_len,
+        max_nodes=max(s.num_draft_tokens for s in strategies),
         accept_threshold=config.speculation.accept_threshold if config.speculation.acceptance == "threshold" else 1.0,
         suffix_index=SuffixIndex(config.speculation.suffix_max_tokens) if needs_index else None,
         server=f"rollout-{slot}",
     )
-    spec = model_spec(read_config(model_dir(config.model.path)))
+    spec, device = model_spec(read_config(model_dir(config.model.path))), pick_device(config.model.device)
     target = TargetModel(spec, options.max_len + options.spare_columns, device, pick_dtype(config.model.dtype))
     rng = random.Random(f"{config.run.seed}/selector/{slot}")
     tokenizer = load_tokenizer(config.model.path)
-    engine = NativeEngine(target, options, make_selector(config.speculation, rng), tokenizer.decode, time.monotonic)
-    return RolloutService(engine, strategies, time.monotonic)
+    return NativeEngine(target, options, make_selector(config.speculation, rng), tokenizer.decode, time.monotonic)

@@ -16,7 +16,6 @@ from services.config.schema import (
     NativeEngine,
     RolloutConfig,
     RolloutSampling,
-    SGLangEngine,
     SpeculationConfig,
     StrategyConfig,
 )
@@ -190,12 +189,6 @@ def test_text_is_decoded_by_the_models_tokenizer(service: RolloutService) -> Non
     (r,) = drain(service, 1)[0].values()
     letters = {i + 4: c for i, c in enumerate(CHARACTERS)}
     assert r.text == "".join(letters[i] for i in r.response_ids if i > 3)
-
-
-def test_what_the_config_cannot_have(folder: Path) -> None:
-    sglang = config(folder).model_copy(update={"rollout": RolloutConfig(engine=SGLangEngine(), group_size=2)})
-    with pytest.raises(ConfigError, match="use native"):
-        build_rollout_service(sglang, 0)
 
 
 WITHOUT_WEIGHTS = [StrategyConfig(), StrategyConfig(drafter="suffix", depth=3, num_draft_tokens=4)]

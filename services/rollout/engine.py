@@ -1,0 +1,49 @@
+"""What the rollout server asks of an engine. Two implement it: the embedded one (`native`) and SGLang (`sglang/`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from services.core.types import GroupWork, Rollout, RunningRequest, ServedVersions
+from services.speculation.strategy import DraftStrategy
+
+
+class RolloutEngine(Protocol):
+    """Token-in/token-out generation with one owner; not thread-safe."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def versions(self) -> ServedVersions:
+        """What the engine serves right now, as it said itself."""
+
+    @property
+    def last_strategy(self) -> DraftStrategy: ...
+
+    def running(self) -> tuple[RunningRequest, ...]: ...
+
+    def check(self, work: GroupWork) -> None:
+        """RequestError naming the limit when this engine can never serve `work`."""
+
+    def submit(self, work: GroupWork) -> None: ...
+
+    def step(self, wait_s: float) -> list[Rollout]:
+        """One round, or for an engine that runs by itself at most `wait_s` seconds of waiting for news; returns the
+        rollouts that ended."""
+
+    def abort(self) -> tuple[str, ...]:
+        """Drop everything waiting and running; returns the dropped rollout ids."""
+
+    def load_policy(self, version: int, tensors: Mapping[str, Tensor]) -> None: ...
+
+    def load_drafter(self, version: int, tensors: Mapping[str, Tensor]) -> None: ...
+
+    def force_strategy(self, strategy: DraftStrategy | None) -> None:
+        """Use one strategy from the next round on; None gives the choice back to the selector."""

@@ -1,0 +1,82 @@
+"""The SGLang engine of one slot, from the configuration: everything is checked before the engine is started."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from services.config.schema import ClusterConfig, SGLangEngine
+from services.core.errors import ConfigError
+from services.models.drafter import DrafterMethod
+from services.models.files import drafter_dir, model_dir, read_config
+from services.models.layers import ModelSpec, model_spec
+from services.models.methods import drafter_method
+from services.models.target import target_names
+from services.models.tokenizer import load_tokenizer
+from services.rollout.sglang.arguments import engine_arguments
+from services.rollout.sglang.engine import SGLangEngine as Adapter
+from services.rollout.sglang.engine import SGLangLimits, Shapes
+from services.rollout.sglang.handle import EngineHandle, Kind
+from services.speculation.strategy import DraftStrategy, draft_strategy
+
+Start = Callable[[Mapping[str, Any], str, ClusterConfig], EngineHandle]
+# The engine gives up before the coordinator does: its message says what it waited for.
+SOONER = 0.9
+
+
+def start_sglang(arguments: Mapping[str, Any], server: str, config: ClusterConfig) -> EngineHandle:
+    """The real thing; imported here, so that machines without SGLang load the rest."""
+    from services.rollout.sglang.launch import SGLangHandle, start_engine
+
+    engine = config.rollout.engine
+    assert isinstance(engine, SGLangEngine)
+    started = start_engine(arguments, server, SOONER * config.coordinator.start_timeout_s)
+    timeout_s = SOONER * config.coordinator.call_timeout_s
+    return SGLangHandle(started, server, engine.tp, engine.deterministic, timeout_s)
+
+
+def build_sglang_engine(config: ClusterConfig, engine: SGLangEngine, slot: int, start: Start = start_sglang) -> Adapter:
+    """Raises ConfigError when strategy, drafter folder and model do not go together (row 25)."""
+    arguments, server = slot_arguments(config, engine, slot), f"rollout-{slot}"
+    spec, strategy = model_spec(read_config(model_dir(config.model.path))), _strategy(config)
+    method = drafter_method(config.drafter, spec)
+    shapes = _shapes(spec, strategy, method)
+    limits = SGLangLimits(engine.max_len, spec.vocab_size, shapes, method.engine_zeros(), server)
+    tokenizer = load_tokenizer(config.model.path)
+    return Adapter(start(arguments, server, config), limits, strategy, tokenizer.decode, time.monotonic)
+
+
+def slot_arguments(config: ClusterConfig, engine: SGLangEngine, slot: int) -> dict[str, Any]:
+    """Keyword arguments of the slot's `sglang.Engine`, checked."""
+    folder, strategy = model_dir(config.model.path), _strategy(config)
+    model_config, drafter_folder = read_config(folder), drafter_dir(config.model.path, config.drafter.method)
+    if strategy.drafter == "eagle":
+        _check_drafter_folder(drafter_method(config.drafter, model_spec(model_config)), drafter_folder)
+    seed = (config.run.seed * 1009 + slot) % 2**31
+    return engine_arguments(config, engine, strategy, (folder, model_config), drafter_folder, seed)
+
+
+def _strategy(config: ClusterConfig) -> DraftStrategy:
+    (chosen,) = config.speculation.strategies  # the configuration holds an SGLang engine to one
+    return draft_strategy(chosen)
+
+
+def _shapes(spec: ModelSpec, strategy: DraftStrategy, method: DrafterMethod) -> dict[Kind, Shapes]:
+    shapes: dict[Kind, Shapes] = {"policy": target_names(spec)}
+    if strategy.drafter == "eagle":
+        shapes["drafter"] = method.names()
+    return shapes
+
+
+def _check_drafter_folder(method: DrafterMethod, folder: Path) -> None:
+    """SGLang itself would take an EAGLE drafter for an EAGLE-3 one and accept nothing, silently."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"no drafter at {folder}: `longtail warmup` makes one beside the model; or set "
+            "speculation.selector.strategy.drafter: off"
+        )
+    problems = list(method.config_problems(read_config(folder)))
+    if problems:
+        raise ConfigError("\n".join(f"{folder / 'config.json'} {problem}" for problem in problems))

@@ -1,0 +1,281 @@
+"""The SGLang engine behind the rollout protocol: requests, acceptance, versions and stops in the project's terms.
+
+SGLang generates by itself, also between calls; `step` collects what it has to tell. Everything here is plain Python
+over an `EngineHandle`, so all of it runs on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from services.core.errors import ConfigError, RequestError, WeightError
+from services.core.protocols import Clock
+from services.core.types import (
+    AcceptanceStats,
+    FinishReason,
+    GroupWork,
+    MemorySwitch,
+    Rollout,
+    RunningRequest,
+    ServedVersions,
+)
+from services.models.target import check_shapes
+from services.rollout.request import note_version
+from services.rollout.sglang.acceptance import acceptance_stats
+from services.rollout.sglang.handle import EngineHandle, Kind, Update
+from services.rollout.stops import Emission, emit, response_text
+from services.speculation.strategy import DraftStrategy
+
+Decode = Callable[[Sequence[int]], str]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class SGLangLimits:
+    """What the engine was started with. `shapes[kind]`: names and shapes that make up a version; `drafter_zeros`: what
+    SGLang's drafter class has besides, zero in ours."""
+
+    max_len: int
+    vocab_size: int
+    shapes: Mapping[Kind, Shapes]
+    drafter_zeros: Shapes
+    server: str = "rollout-0"
+
+
+@dataclass
+class _Request:
+    work: GroupWork
+    index: int
+    seed: int
+    started_s: float
+    policy_versions: list[int]
+    drafter_versions: list[int]
+    news: Update
+
+    @property
+    def rollout_id(self) -> str:
+        return f"{self.work.group_id}#{self.index}"
+
+
+class SGLangEngine:
+    """One rollout server's engine. `strategy` is what SGLang was started with: it holds for every round."""
+
+    def __init__(
+        self, handle: EngineHandle, limits: SGLangLimits, strategy: DraftStrategy, decode: Decode, clock: Clock
+    ) -> None:
+        self._handle, self._limits, self._strategy = handle, limits, strategy
+        self._decode, self._clock = decode, clock
+        self._requests: dict[str, _Request] = {}
+        self._versions = handle.served()
+        self._submitted = 0
+        self._released = False
+
+    # -- requests
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests) - self.num_waiting
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a first token yet."""
+        return sum(not r.news.response_ids for r in self._requests.values())
+
+    @property
+    def last_strategy(self) -> DraftStrategy:
+        return self._strategy
+
+    def running(self) -> tuple[RunningRequest, ...]:
+        return tuple(
+            RunningRequest(r.rollout_id, len(r.news.response_ids), self._acceptance(r))
+            for r in self._requests.values()
+            if r.news.response_ids
+        )
+
+    def check(self, work: GroupWork) -> None:
+        if self._released:
+            raise RequestError(f"{work.group_id}: this server's memory is released: resume it first")
+        ids, sampling, vocab = work.prompt.token_ids, work.sampling, self._limits.vocab_size
+        if not ids or min(ids) < 0 or max(ids) >= vocab:
+            raise RequestError(f"{work.group_id}: prompt ids must be a non-empty list of ids in [0, {vocab})")
+        need = len(ids) + sampling.max_tokens
+        if need > self._limits.max_len:
+            raise RequestError(
+                f"{work.group_id}: {len(ids)} prompt tokens + max_tokens {sampling.max_tokens} exceed "
+                f"rollout.engine.max_len {self._limits.max_len}: shorten the prompt or raise max_len"
+            )
+        if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
+            raise RequestError(
+                f"{work.group_id}: SGLang reports logprobs without top-k, top-p and min-p, and its verification "
+                "ignores min-p: leave them off, or use the native engine"
+            )
+
+    def submit(self, work: GroupWork) -> None:
+        """Hand all rollouts of a group to SGLang at once: its prefix cache computes their prompt once."""
+        self.check(work)
+        for index, seed in zip(work.indices, work.seeds, strict=True):
+            self._submitted += 1
+            # The number keeps a request that is submitted again after an abort apart from its first life; it comes
+            # first, since SGLang aborts every request whose id begins with the one it is told.
+            rid = f"{self._submitted}/{work.group_id}#{index}"
+            policy, drafter = ([v] if v is not None else [] for v in (self._versions.policy, self._versions.drafter))
+            self._requests[rid] = _Request(work, index, seed, self._clock(), policy, drafter, Update(rid, (), ()))
+            self._handle.submit(rid, work.prompt.token_ids, work.sampling, seed)
+
+    def abort(self) -> tuple[str, ...]:
+        dropped = tuple(r.rollout_id for r in self._requests.values())
+        if dropped:
+            self._handle.abort_all()
+        self._requests.clear()
+        return dropped
+
+    def step(self, wait_s: float) -> list[Rollout]:
+        finished = []
+        for update in self._handle.poll(wait_s):
+            request = self._requests.get(update.rid)
+            if request is None:
+                continue  # cut at a stop string; SGLang told more before it heard of that
+            self._check_news(request, update)
+            request.news = update
+            reason = self._reason(request)
+            if reason is not None:
+                del self._requests[update.rid]
+                finished.append(self._finish(request, reason))
+        return finished
+
+    @staticmethod
+    def _check_news(request: _Request, update: Update) -> None:
+        if update.finish == FinishReason.ABORT:  # first: SGLang tells the last id alone then
+            raise RequestError(
+                f"{request.rollout_id}: SGLang gave the request up: {update.message or 'no reason told'}"
+            )
+        if len(update.logprobs) != len(update.response_ids):
+            raise RequestError(
+                f"{request.rollout_id}: SGLang sent {len(update.logprobs)} logprobs for {len(update.response_ids)} "
+                "tokens; rollouts without one logprob per token cannot be trained on: check the SGLang version"
+            )
+
+    def _reason(self, request: _Request) -> FinishReason | None:
+        """Where the response ends by our own rule, applied to all its ids: SGLang sees no stop strings, and its
+        versions differ in what they leave behind a stop inside an accepted run (rows 1 and 4)."""
+        news, sampling = request.news, request.work.sampling
+        if news.finish is None and not (sampling.stop_strings and news.response_ids):
+            return None
+        emission = emit((), news.response_ids, sampling, self._decode) if news.response_ids else Emission(0, None)
+        if emission.finish_reason is None:
+            return self._reason_told(request)
+        if news.finish is None:
+            self._handle.abort(news.rid)
+        n = emission.count
+        request.news = replace(news, response_ids=news.response_ids[:n], logprobs=news.logprobs[:n])
+        return emission.finish_reason
+
+    @staticmethod
+    def _reason_told(request: _Request) -> FinishReason | None:
+        """SGLang's own reason where the run's rule has none: a model's end-of-sequence id may be no stop id of the
+        run. It shortens the budget of a request that its KV cache cannot hold, and tells nobody."""
+        news, budget = request.news, request.work.sampling.max_tokens
+        if news.finish is None:
+            return None
+        if news.finish != FinishReason.STOP or not news.response_ids:
+            raise RequestError(
+                f"{request.rollout_id}: SGLang ended the response after {len(news.response_ids)} of {budget} tokens "
+                f"({news.finish}): its KV cache is too small for rollout.engine.max_len: raise kv_tokens or "
+                "mem_fraction, or lower max_len"
+            )
+        return FinishReason.STOP
+
+    def _acceptance(self, request: _Request) -> AcceptanceStats:
+        return acceptance_stats(request.news.histogram, len(request.news.response_ids), self._strategy)
+
+    def _finish(self, request: _Request, reason: FinishReason) -> Rollout:
+        news, work = request.news, request.work
+        # SGLang tells a greedy token's logprob at temperature 1; greedy means probability one
+        logprobs = news.logprobs if work.sampling.temperature else (0.0,) * len(news.response_ids)
+        return Rollout(
+            group_id=work.group_id,
+            prompt_id=work.prompt.id,
+            index=request.index,
+            seed=request.seed,
+            prompt_ids=work.prompt.token_ids,
+            response_ids=news.response_ids,
+            rollout_logprobs=logprobs,
+            text=response_text(news.response_ids, work.sampling, self._decode),
+            finish_reason=reason,
+            sampling=work.sampling,
+            policy_versions=tuple(request.policy_versions),
+            drafter_versions=tuple(request.drafter_versions),
+            acceptance=self._acceptance(request),
+            server=self._limits.server,
+            started_s=request.started_s,
+            finished_s=self._clock(),
+        )
+
+    # -- weights and strategy
+
+    @property
+    def versions(self) -> ServedVersions:
+        return self._versions
+
+    def load_policy(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Running requests go on under the new version, on keys and values computed anew; the prefix cache is empty
+        afterwards, so nothing of the old version is ever reused."""
+        self._load("policy", version, tensors, self._versions.policy)
+
+    def load_drafter(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        if "drafter" not in self._limits.shapes:
+            raise WeightError(f"strategy {self._strategy.name} runs without a drafter: nothing to load")
+        self._load("drafter", version, tensors, self._versions.drafter)
+
+    def _load(self, kind: Kind, version: int, tensors: Mapping[str, Tensor], served: int | None) -> None:
+        """All or nothing. The zeros go along with every drafter: left out, SGLang's random start values would stay."""
+        if self._released:
+            raise WeightError(f"{kind} version {version} cannot be loaded: the memory is released, resume it first")
+        if served is not None and version < served:
+            raise WeightError(f"{kind} version {version} is older than the served {served}; nothing was loaded")
+        check_shapes(tensors, self._limits.shapes[kind], kind)
+        if kind == "drafter":
+            tensors = {**tensors, **{n: torch.zeros(shape) for n, shape in self._limits.drafter_zeros.items()}}
+        try:
+            self._handle.load(kind, version, tensors)
+        except WeightError:
+            self._adopt(self._handle.served())  # of a version in several parts, some may be in place
+            raise
+        self._adopt(self._handle.served())
+        told = getattr(self._versions, kind)
+        if told != version:
+            raise WeightError(f"{kind} version {version} was loaded, but SGLang reports {told}: restart this server")
+
+    def _adopt(self, versions: ServedVersions) -> None:
+        self._versions = versions
+        for request in self._requests.values():
+            note_version(request.policy_versions, versions.policy)
+            note_version(request.drafter_versions, versions.drafter)
+
+    def force_strategy(self, strategy: DraftStrategy | None) -> None:
+        if strategy is not None and strategy != self._strategy:
+            raise ConfigError(
+                f"this SGLang engine was started with strategy {self._strategy.name} and cannot change to "
+                f"{strategy.name}: start the run with that strategy, or use the native engine"
+            )
+
+    # -- memory
+
+    def switch_memory(self, release: bool) -> MemorySwitch:
+        """Lend the slot's GPU memory out, or take it back; weights of policy and drafter survive (row 24)."""
+        word = "release" if release else "resume"
+        if self._requests:
+            raise RequestError(f"{len(self._requests)} requests run: {word} the memory when all have ended")
+        if release == self._released:
+            raise RequestError(f"the memory is {'already' if release else 'not'} released")
+        started, free = self._clock(), self._handle.free_bytes()
+        self._handle.switch_memory(release)
+        self._released = release
+        return MemorySwitch(release, self._clock() - started, abs(self._handle.free_bytes() - free))
+
+    def close(self) -> None:
+        self._handle.close()

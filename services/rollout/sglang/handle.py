@@ -1,0 +1,61 @@
+"""The narrow face of a running SGLang engine that the adapter needs: plain values in, plain values out.
+
+`launch.SGLangHandle` is the real one; tests use a fake with the same calls over a small real model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from services.core.types import SamplingParams, ServedVersions
+
+Kind = Literal["policy", "drafter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """News of one request, everything since its start. `histogram[k]`: verify steps that accepted k draft tokens, as
+    SGLang counts them (`meta_info.spec_correct_drafts_histogram`); empty without speculation. `finish` is SGLang's
+    finish reason ("stop", "length", "abort"), None while it runs; `message` explains an abort."""
+
+    rid: str
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    histogram: tuple[int, ...] = ()
+    finish: str | None = None
+    message: str = ""
+
+
+class EngineHandle(Protocol):
+    """Every call has its own time-out and says what it waited for (WaitTimeoutError)."""
+
+    def submit(self, rid: str, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int) -> None: ...
+
+    def poll(self, wait_s: float) -> list[Update]:
+        """All news so far; waits at most `wait_s` seconds for the first."""
+
+    def abort(self, rid: str) -> None:
+        """Drop one request; does not wait for it."""
+
+    def abort_all(self) -> None:
+        """Returns when nothing is left in the engine; later news of the dropped requests do not come."""
+
+    def load(self, kind: Kind, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Adopt a version in place; running requests are held meanwhile and go on afterwards, whatever happens.
+        WeightError when the engine refuses: a version in one part changed nothing, of one in several parts
+        some may be in place, and `served` says so."""
+
+    def switch_memory(self, release: bool) -> None:
+        """Give up the GPU memory of KV cache and weights (kept in host memory), or take it back; nothing may run."""
+
+    def free_bytes(self) -> int:
+        """Free memory of the engine's first GPU."""
+
+    def served(self) -> ServedVersions:
+        """Asked of the engine's own models, not remembered."""
+
+    def close(self) -> None: ...

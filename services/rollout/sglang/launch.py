@@ -1,0 +1,306 @@
+"""Starting a stock SGLang engine and talking to it: the only module besides `plugin` that imports SGLang.
+
+The engine's event loop runs in a thread of its own; every call is a coroutine handed over to it and waited for with a
+time-out. SGLang's own blocking methods would run that loop in the caller's thread, one call at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+import psutil
+import torch
+from torch import Tensor
+
+from services.core.errors import ConfigError, ServiceLostError, WaitTimeoutError, WeightError
+from services.core.types import SamplingParams, ServedVersions
+from services.rollout.sglang.arguments import sampling_arguments
+from services.rollout.sglang.handle import Kind, Update
+from services.rollout.sglang.loader import PART_BYTES, LoadOrder, serve_parts
+from services.rollout.sglang.plugin import HISTOGRAM_KEY, PLUGIN_GROUP, PLUGIN_NAME, STATE_KEY
+
+LOG = logging.getLogger(__name__)
+PROGRESS_S = 15.0
+T = TypeVar("T")
+
+
+def check_plugin() -> None:
+    """SGLang looks for the plug-in among installed distributions; without it a policy load would reach the drafter."""
+    if not any(point.name == PLUGIN_NAME for point in entry_points(group=PLUGIN_GROUP)):
+        raise ConfigError(
+            f"the SGLang plug-in {PLUGIN_NAME!r} is not installed: install this package (`pip install .`) in the "
+            "environment of the rollout servers"
+        )
+
+
+class SGLangHandle:
+    """One engine. `server` names it in messages; tensors go over on `device`, in parts of about `part_bytes`."""
+
+    def __init__(
+        self,
+        engine: Any,
+        server: str,
+        tp: int,
+        deterministic: bool,
+        call_timeout_s: float,
+        device: str = "cuda",
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        self._engine, self._server, self._tp = engine, server, tp
+        self._device, self._part_bytes = torch.device(device), part_bytes
+        self._deterministic, self._timeout_s = deterministic, call_timeout_s
+        self._manager = engine.tokenizer_manager
+        self._news: dict[str, Update] = {}
+        self._changed = threading.Condition()
+        self._live: dict[str, asyncio.Task[None]] = {}  # touched by the loop's thread only
+        self._thread = threading.Thread(target=engine.loop.run_forever, name=f"{server}-sglang", daemon=True)
+        self._thread.start()
+
+    # -- requests
+
+    def submit(self, rid: str, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int) -> None:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = GenerateReqInput(
+            rid=rid,
+            input_ids=list(prompt_ids),
+            sampling_params=sampling_arguments(sampling, seed, self._deterministic),
+            return_logprob=True,
+            stream=True,
+        )
+        self._engine.loop.call_soon_threadsafe(self._begin, rid, request)
+
+    def _begin(self, rid: str, request: Any) -> None:
+        task = self._engine.loop.create_task(self._follow(rid, request))
+        self._live[rid] = task
+        task.add_done_callback(lambda done: self._ended(rid, done))
+
+    def _ended(self, rid: str, task: asyncio.Task[None]) -> None:
+        self._live.pop(rid, None)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:  # whatever it was: nobody else would ever hear of this request again
+            self._tell(Update(rid, (), (), finish="abort", message=f"{type(error).__name__}: {error}"))
+
+    async def _follow(self, rid: str, request: Any) -> None:
+        async for chunk in self._manager.generate_request(request, None):
+            self._tell(_update(rid, chunk))
+
+    def _tell(self, update: Update) -> None:
+        with self._changed:
+            self._news[update.rid] = update  # the newest says everything
+            self._changed.notify()
+
+    def poll(self, wait_s: float) -> list[Update]:
+        with self._changed:
+            if not self._news:
+                self._changed.wait(wait_s)
+            news, self._news = list(self._news.values()), {}
+        return news
+
+    def abort(self, rid: str) -> None:
+        self._engine.loop.call_soon_threadsafe(lambda: self._manager.abort_request(rid=rid))
+
+    def abort_all(self) -> None:
+        self._call(self._abort_all(), "dropping all requests")
+        with self._changed:
+            self._news.clear()
+
+    async def _abort_all(self) -> None:
+        while self._live:
+            self._manager.abort_request(abort_all=True)
+            await asyncio.wait(list(self._live.values()), timeout=0.5)
+
+    # -- weights
+
+    def load(self, kind: Kind, version: int, tensors: Mapping[str, Tensor]) -> None:
+        self._call(self._load(kind, version, tensors), f"loading {kind} version {version}")
+
+    async def _load(self, kind: Kind, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """A policy retracts what runs (keys and values are computed anew), a drafter only holds it for the moment. Also
+        when nothing runs as far as this side knows: a last batch under way would make SGLang's flush fail."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+        mode = "retract" if kind == "policy" else "in_place"
+        try:
+            await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
+            await self._send(kind, version, tensors)
+        finally:  # a pause without its continue would leave every request waiting for ever (row 34)
+            await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    async def _send(self, kind: Kind, version: int, tensors: Mapping[str, Tensor]) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        monkey_patch_torch_reductions()
+        parts = serve_parts(tensors, self._part_bytes)
+        for i, part in enumerate(parts):
+            moved = [(name, tensor.to(self._device, non_blocking=True)) for name, tensor in part]
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()
+            # Each rank opens the memory itself: a payload is good for one reader.
+            payloads = [MultiprocessingSerializer.serialize(moved) for _ in range(self._tp)]
+            ok, message = await self._manager.update_weights_from_tensor(
+                UpdateWeightsFromTensorReqInput(
+                    serialized_named_tensors=payloads,
+                    load_format=LoadOrder(kind, version, i, len(parts)).text(),
+                    flush_cache=kind == "policy" and i == len(parts) - 1,  # its prefixes are the old policy's
+                    disable_draft_model=kind == "policy",
+                ),
+                None,
+            )
+            if not ok:
+                raise WeightError(message)
+
+    # -- memory
+
+    def switch_memory(self, release: bool) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+
+        if release:
+            work = self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
+        else:
+            work = self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
+        self._call(work, "releasing its memory" if release else "resuming its memory")
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info()
+        return int(free)
+
+    def served(self) -> ServedVersions:
+        states = self._call(self._manager.get_internal_state(), "the served versions")
+        told = states[0].get(STATE_KEY)
+        if told is None:
+            raise ConfigError(f"{self._server}: SGLang runs without the {PLUGIN_NAME!r} plug-in: see its log")
+        return ServedVersions(told["policy"], told["drafter"])
+
+    # -- life
+
+    def close(self) -> None:
+        self._engine.loop.call_soon_threadsafe(self._stop)
+        self._thread.join(timeout=5.0)
+        self._engine.shutdown()
+
+    def _stop(self) -> None:
+        for task in self._live.values():
+            task.cancel()
+        self._engine.loop.call_soon(self._engine.loop.stop)  # behind the cancellations
+
+    def _call(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._engine.loop)
+        try:
+            return future.result(self._timeout_s)
+        except FutureTimeoutError:
+            future.cancel()
+            raise WaitTimeoutError(
+                f"{self._server}: SGLang did not finish {what} within {self._timeout_s:.0f} s: see its log, or raise "
+                "coordinator.call_timeout_s"
+            ) from None
+
+
+def _update(rid: str, chunk: Mapping[str, Any]) -> Update:
+    meta = chunk["meta_info"]
+    reason = meta.get("finish_reason")
+    return Update(
+        rid=rid,
+        response_ids=tuple(chunk["output_ids"]),
+        logprobs=tuple(entry[0] for entry in meta.get("output_token_logprobs") or ()),
+        histogram=tuple(meta.get(HISTOGRAM_KEY) or ()),
+        finish=None if reason is None else reason["type"],
+        message="" if reason is None else str(reason.get("message") or ""),
+    )
+
+
+def start_engine(arguments: Mapping[str, Any], server: str, start_timeout_s: float) -> Any:
+    """Blocks until the engine can serve, saying so now and then. WaitTimeoutError after `start_timeout_s`,
+    ServiceLostError when one of SGLang's processes failed; both leave no process of it behind."""
+    sglang = _sglang()
+    check_plugin()
+    need = int(arguments["tp_size"])
+    if torch.cuda.device_count() < need:
+        raise ConfigError(
+            f"{server} sees {torch.cuda.device_count()} GPUs, rollout.engine.tp asks for {need}: raise "
+            "placement.gpus_per_slot, or lower tp"
+        )
+    os.environ["SGLANG_PLUGINS"] = PLUGIN_NAME
+    before = set(psutil.Process().children(recursive=True))
+    with _watched(server, start_timeout_s, before) as expired:
+        try:
+            engine = sglang.Engine(**arguments, custom_sigquit_handler=_child_failed)
+        except (RuntimeError, ValueError, OSError, EOFError) as error:
+            _end_children(before)
+            if expired.is_set():
+                raise WaitTimeoutError(
+                    f"{server}: SGLang was not ready within {start_timeout_s:.0f} s (it loads weights, compiles "
+                    "kernels and captures CUDA graphs): see its log, or raise coordinator.start_timeout_s"
+                ) from None
+            raise ServiceLostError(server, f"SGLang could not start: {error}") from error
+    signal.signal(signal.SIGQUIT, _engine_died)
+    return engine
+
+
+def _sglang() -> Any:
+    try:
+        import sglang
+    except ModuleNotFoundError as error:
+        if error.name != "sglang":
+            raise
+        raise ConfigError(
+            "SGLang is not installed here: `pip install '.[sglang]'` in the environment of the rollout servers, or set "
+            "rollout.engine.type: native"
+        ) from None
+    return sglang
+
+
+@contextmanager
+def _watched(server: str, timeout_s: float, before: set[psutil.Process]) -> Iterator[threading.Event]:
+    """Tells about a start under way; at the time-out ends SGLang's processes, which ends the wait for them."""
+    ready, expired = threading.Event(), threading.Event()
+    started = time.monotonic()
+
+    def watch() -> None:
+        waited = 0.0
+        while not ready.wait(min(PROGRESS_S, timeout_s - waited)):
+            waited = time.monotonic() - started
+            LOG.warning("%s: SGLang is starting, %.0f s of at most %.0f s", server, waited, timeout_s)
+            if waited >= timeout_s:
+                expired.set()
+                _end_children(before)
+                return
+
+    thread = threading.Thread(target=watch, name=f"{server}-start", daemon=True)
+    thread.start()
+    try:
+        yield expired
+    finally:
+        ready.set()
+        thread.join()
+
+
+def _end_children(before: set[psutil.Process]) -> None:
+    for process in psutil.Process().children(recursive=True):
+        if process not in before and process.is_running():
+            process.kill()
+
+
+def _child_failed(signum: int, frame: Any) -> None:
+    """SGLang's processes send SIGQUIT to their parent when they fail; its stock answer would end this process without
+    a word to whoever waits for it."""
+    raise RuntimeError("one of its processes failed, see the traceback above in this log")
+
+
+def _engine_died(signum: int, frame: Any) -> None:
+    """In service there is nothing to save: the process ends at once, its supervisor sees that and starts another.
+    SGLang's remaining processes end with their parent."""
+    LOG.error("one of SGLang's processes died: this rollout server ends")
+    os._exit(1)

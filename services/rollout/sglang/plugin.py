@@ -1,0 +1,104 @@
+"""The SGLang plug-in (entry-point group `sglang.srt.plugins`): loads that reach one model, versions told by the engine,
+acceptance told while requests run.
+
+SGLang runs `register` in every one of its processes before anything is built. Hooks wrap stock methods of 0.5.17; none
+of its code is changed. This module and `launch` are the only ones that import SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from services.core.errors import WeightError
+from services.rollout.sglang.handle import Kind
+from services.rollout.sglang.loader import load_part, parse_order, served_version
+
+PLUGIN_GROUP, PLUGIN_NAME = "sglang.srt.plugins", "longtail"
+STATE_KEY = "longtail"
+HISTOGRAM_KEY = "spec_correct_drafts_histogram"  # SGLang's own name in meta_info
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    around: dict[str, Callable[..., Any]] = {
+        "sglang.srt.managers.tp_worker.TpModelWorker.update_weights_from_tensor": _load_target,
+        "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.update_weights_from_tensor": _load_draft,
+        "sglang.srt.managers.scheduler.Scheduler.flush_cache": _flush_cache,
+    }
+    after: dict[str, Callable[..., Any]] = {
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state": _add_versions,
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_logprob_style": _add_histogram,
+    }
+    for kind, hooks in ((HookType.AROUND, around), (HookType.AFTER, after)):
+        for target, hook in hooks.items():
+            HookRegistry.register(target, hook, kind)
+
+
+def _load_target(original: Callable[..., Any], worker: Any, request: Any) -> tuple[bool, str]:
+    """`disable_draft_model` in the request makes SGLang call the target's worker alone."""
+    return _load(original, worker, "policy", worker.model_runner.model, request)
+
+
+def _load_draft(original: Callable[..., Any], worker: Any, request: Any) -> tuple[bool, str]:
+    """Stock SGLang would load the same tensors into draft and target."""
+    return _load(original, worker, "drafter", worker.draft_worker.draft_runner.model, request)
+
+
+def _load(original: Callable[..., Any], worker: Any, kind: Kind, model: Any, request: Any) -> tuple[bool, str]:
+    """`kind` of version that `model` takes."""
+    order = parse_order(request.load_format)
+    if order is None:
+        return original(worker, request)  # type: ignore[no-any-return]
+    if order.kind != kind:
+        return False, f"{order.kind} load refused, nothing changed: it reached the model that takes a {kind}"
+    try:
+        load_part(model, order, _tensors(request, worker.ps.tp_rank))
+    except WeightError as error:  # an exception here would end the scheduler's process
+        return False, str(error)
+    return True, f"{order.kind} version {order.version}"
+
+
+def _tensors(request: Any, rank: int) -> Iterable[tuple[str, Tensor]]:
+    from sglang.srt.utils.common import MultiprocessingSerializer
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+    monkey_patch_torch_reductions()
+    named: Iterable[tuple[str, Tensor]] = MultiprocessingSerializer.deserialize(request.serialized_named_tensors[rank])
+    return named
+
+
+def _flush_cache(original: Callable[..., bool], scheduler: Any, empty_cache: bool = True) -> bool:
+    """After a "retract" pause the requests wait in the queue, which stock SGLang takes for a reason not to flush: the
+    prefix would stay, computed with the old weights (row 32). Nothing is running then, so all of it can go."""
+    if scheduler.is_fully_idle() or not scheduler._engine_paused or not scheduler.running_batch.is_empty():
+        return original(scheduler, empty_cache)
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    cache = scheduler.tree_cache
+    cache.evict(EvictParams(num_tokens=cache.evictable_size()))
+    return bool(cache.evictable_size() == 0 and cache.protected_size() == 0)
+
+
+def _add_versions(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the models in this process say they are."""
+    draft = scheduler.draft_worker
+    runner = getattr(getattr(draft, "draft_worker", None), "draft_runner", None)
+    result.internal_state[STATE_KEY] = {
+        "policy": served_version(scheduler.tp_worker.model_runner.model),
+        "drafter": None if runner is None else served_version(runner.model),
+    }
+    return result
+
+
+def _add_histogram(
+    result: None, manager: Any, meta_info: dict[str, Any], state: Any, top: Any, ids: Any, text: Any, news: Any, at: int
+) -> None:
+    """Acceptance of a request that still runs: the scheduler sends the histogram with all news, but stock SGLang hands
+    it on with a request's last news only. The hooked method is called once for each piece of news with logprobs."""
+    told = news.spec_correct_drafts_histogram
+    if told and told[at]:
+        meta_info[HISTOGRAM_KEY] = told[at]

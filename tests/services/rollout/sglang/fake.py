@@ -1,0 +1,253 @@
+"""An SGLang engine to test against: the calls of `EngineHandle` over the native engine on a tiny model.
+
+Rounds advance when it is polled. Like SGLang it emits a token with every prefill, tells several tokens at once, the
+newest news of a request only, counts whole verify steps in the histogram, knows no stop strings, and takes note of an
+abort a round later. Weights go through the loader into fused modules; the engine computes with what is found there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.core.errors import ServiceLostError, WaitTimeoutError, WeightError
+from services.core.types import FinishReason, GroupWork, Prompt, SamplingParams, ServedVersions
+from services.models.drafter import DrafterMethod
+from services.models.eagle import Eagle
+from services.models.target import TargetModel, target_names
+from services.rollout.native import EngineOptions, NativeEngine
+from services.rollout.sglang.engine import SGLangLimits
+from services.rollout.sglang.handle import Kind, Update
+from services.rollout.sglang.loader import PART_BYTES, LoadOrder, load_part, serve_parts, served_version
+from services.speculation.selector import Fixed
+from services.speculation.strategy import OFF, DraftStrategy
+from services.speculation.suffix_index import SuffixIndex
+from tests.services.models.tiny import CPU, spec_of
+from tests.services.rollout.engines import letters, ticking
+from tests.services.rollout.sglang.fused import FusedModel
+
+MAX_LEN = 120
+
+
+@dataclass
+class Faults:
+    """What goes wrong from now on."""
+
+    refuse: str = ""  # every load is refused with this
+    lose_tensors: bool = False  # a load arrives without its tensors
+    spoil_part: int | None = None  # this part of a version carries a name that the model does not have
+    tell_version: int | None = None  # told instead of both versions
+    short_logprobs: int = 0
+    abort_message: str = ""  # every request is given up with this
+    dead: bool = False
+    stuck: bool = False  # abort_all does not come to an end
+
+
+@dataclass
+class _Life:
+    """One request in the engine. `prefill`: its next token belongs to no verify step."""
+
+    sampling: SamplingParams
+    histogram: list[int] = field(default_factory=list)
+    known: int = 0
+    prefill: bool = True
+    aborted: bool = False
+
+
+class FakeHandle:
+    """`behind_stop`: tokens behind a stop are told, and the length hides the stop, as SGLang once did; otherwise they
+    are cut, as 0.5.17 does. `model_eos`: ids that end a response although the run does not name them. `budget`: SGLang
+    quietly shortens longer ones."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        strategy: DraftStrategy = OFF,
+        rows: int = 16,
+        behind_stop: bool = False,
+        model_eos: tuple[int, ...] = (),
+        budget: int = 10_000,
+        rounds: int = 1,
+        part_bytes: int = PART_BYTES,
+        method: DrafterMethod | None = None,
+    ) -> None:
+        self.faults = Faults()
+        spec = spec_of(model)
+        method = method or Eagle(spec)
+        self.target = FusedModel(target_names(spec))
+        self.draft = FusedModel(method.names() | method.engine_zeros(), "model.")
+        self._behind_stop, self._model_eos, self._budget = behind_stop, model_eos, budget
+        self._rounds, self._part_bytes = rounds, part_bytes
+        self._strategy, self._zeros = strategy, method.engine_zeros()
+        longest, nodes = MAX_LEN + strategy.num_draft_tokens, strategy.num_draft_tokens + 1
+        options = EngineOptions(rows, longest, nodes, suffix_index=SuffixIndex(100_000))
+        self.native = NativeEngine(
+            TargetModel(spec, options.max_len + options.spare_columns, CPU, torch.float32),
+            options, Fixed(_runnable(strategy)), letters, ticking(),
+        )  # fmt: skip
+        self._lives: dict[str, _Life] = {}
+        self._news: dict[str, Update] = {}
+        self.loads: list[tuple[str, int]] = []
+        self.seen_seeds: list[int] = []
+        self.aborts: list[str] = []
+        self._free = 1_000_000
+        self.closed = False
+
+    # -- requests
+
+    def submit(self, rid: str, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int) -> None:
+        self._alive()
+        assert rid not in self._lives, "one id, one request"
+        self._lives[rid] = _Life(replace(sampling, max_tokens=min(sampling.max_tokens, self._budget)))
+        self.seen_seeds.append(seed)
+        # The native engine must not stop by itself: what SGLang does at a stop is this class's business.
+        room = replace(
+            sampling,
+            max_tokens=sampling.max_tokens + self._strategy.num_draft_tokens,
+            stop_token_ids=(),
+            stop_strings=(),
+        )
+        prompt = Prompt(rid, "", tuple(prompt_ids), "", "test")
+        self.native.submit(GroupWork(rid, prompt, (0,), (seed,), room))
+
+    def poll(self, wait_s: float) -> list[Update]:
+        self._alive()
+        for _ in range(self._rounds):
+            self._round()
+        news, self._news = list(self._news.values()), {}
+        return news
+
+    def abort(self, rid: str) -> None:
+        self._alive()
+        self.aborts.append(rid)
+        for known, life in self._lives.items():
+            life.aborted |= known.startswith(rid)  # as SGLang's scheduler does
+
+    def abort_all(self) -> None:
+        self._alive()
+        if self.faults.stuck:
+            raise WaitTimeoutError("rollout-3: SGLang did not finish dropping all requests within 1 s: see its log")
+        self.native.abort()
+        self._lives.clear()
+        self._news.clear()
+
+    def _alive(self) -> None:
+        if self.faults.dead:
+            raise ServiceLostError("rollout-3", "its process ended")
+
+    def _round(self) -> None:
+        if not self._lives:
+            return
+        if self.faults.abort_message:
+            for rid in list(self._lives):
+                self._end(rid, FinishReason.ABORT, self.faults.abort_message)
+            return
+        dropped = {rid for rid, life in self._lives.items() if life.aborted}
+        self.native.force_strategy(OFF if any(life.prefill for life in self._lives.values()) else None)
+        ended = self.native.step()
+        assert not ended, "the room behind the budget was too small"
+        for request in list(self.native._requests):
+            self._note(request.work.group_id, len(request.response_ids))
+        for rid in self._lives.keys() & dropped:
+            self._end(rid, FinishReason.ABORT, "aborted")
+
+    def _note(self, rid: str, count: int) -> None:
+        """Count the verify step, and tell what is known of the request, or that it ended."""
+        life = self._lives[rid]
+        step = count - life.known
+        if not life.prefill and not self._strategy.is_off:
+            life.histogram += [0] * (step - len(life.histogram))
+            life.histogram[step - 1] += 1
+        first, life.known, life.prefill = life.known, count, False
+        ids = self._request(rid).response_ids
+        stops = {*life.sampling.stop_token_ids, *self._model_eos}
+        stop = next((n + 1 for n in range(first, min(count, life.sampling.max_tokens)) if ids[n] in stops), None)
+        if stop is None and count < life.sampling.max_tokens:
+            self._tell(rid, count)
+            return
+        end = min(count, life.sampling.max_tokens) if stop is None else stop
+        hidden = self._behind_stop and count >= life.sampling.max_tokens
+        reason = FinishReason.LENGTH if stop is None or hidden else FinishReason.STOP
+        self._end(rid, reason, told=count if self._behind_stop else end)
+
+    def _request(self, rid: str):
+        return next(r for r in self.native._requests if r.work.group_id == rid)
+
+    def _tell(self, rid: str, count: int, finish: str | None = None) -> None:
+        request, life = self._request(rid), self._lives[rid]
+        logprobs = request.logprobs[: max(0, count - self.faults.short_logprobs)]
+        self._news[rid] = Update(
+            rid, tuple(request.response_ids[:count]), tuple(logprobs), tuple(life.histogram), finish
+        )
+
+    def _end(self, rid: str, reason: FinishReason, message: str = "", told: int = 0) -> None:
+        if reason is FinishReason.ABORT:
+            rows = [r for r in self.native._requests if r.work.group_id == rid]
+            last, logprobs = (rows[0].response_ids[-1:], rows[0].logprobs) if rows else ([], [])
+            self._news[rid] = Update(rid, tuple(last), tuple(logprobs), (), reason.value, message)
+        else:
+            self._tell(rid, told, reason.value)
+        del self._lives[rid]
+        row = next((n for n, r in enumerate(self.native._requests) if r.work.group_id == rid), None)
+        if row is not None:
+            self.native._close(row, reason)
+        waiting = [work for work in self.native._waiting if work.group_id != rid]
+        self.native._waiting.clear()
+        self.native._waiting.extend(waiting)
+
+    # -- weights
+
+    def load(self, kind: Kind, version: int, tensors: Mapping[str, Tensor]) -> None:
+        self._alive()
+        self.loads.append((kind, version))
+        if self.faults.refuse:
+            raise WeightError(self.faults.refuse)
+        model = self.target if kind == "policy" else self.draft
+        parts = serve_parts({} if self.faults.lose_tensors else tensors, self._part_bytes)
+        for n, part in enumerate(parts):
+            sent = [(f"other.{name}", t) for name, t in part] if n == self.faults.spoil_part else part
+            load_part(model, LoadOrder(kind, version, n, len(parts)), sent)
+        found = {name: t for name, t in model.tensors().items() if kind == "policy" or name not in self._zeros}
+        if kind == "policy":
+            self.native.load_policy(version, found)
+            for life in self._lives.values():  # retracted: a prefill comes first
+                life.prefill = True
+        else:
+            self.native.load_drafter(version, found)
+
+    def served(self) -> ServedVersions:
+        self._alive()
+        if self.faults.tell_version is not None:
+            return ServedVersions(self.faults.tell_version, self.faults.tell_version)
+        return ServedVersions(served_version(self.target), served_version(self.draft))
+
+    # -- memory and life
+
+    def switch_memory(self, release: bool) -> None:
+        self._alive()
+        assert not self._lives, "nothing may run"
+        self._free += 600_000 if release else -590_000
+
+    def free_bytes(self) -> int:
+        return self._free
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _runnable(strategy: DraftStrategy) -> DraftStrategy:
+    """SGLang's n-gram drafts are the native engine's suffix drafts here."""
+    return replace(strategy, drafter="suffix") if strategy.drafter == "ngram" else strategy
+
+
+def limits_of(model: PreTrainedModel, strategy: DraftStrategy, method: DrafterMethod | None = None) -> SGLangLimits:
+    spec = spec_of(model)
+    method = method or Eagle(spec)
+    shapes: dict[Kind, Mapping[str, tuple[int, ...]]] = {"policy": target_names(spec)}
+    if strategy.drafter == "eagle":
+        shapes["drafter"] = method.names()
+    return SGLangLimits(MAX_LEN, spec.vocab_size, shapes, method.engine_zeros(), "rollout-3")

@@ -1,0 +1,355 @@
+"""The handle on a running SGLang engine, over a stand-in with SGLang's asynchronous face."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from services.core.errors import ConfigError, WaitTimeoutError, WeightError
+from services.core.types import FinishReason, SamplingParams, ServedVersions
+from services.models.eagle import Eagle
+from services.models.target import target_names
+from services.rollout.service import RolloutService
+from services.rollout.sglang.engine import SGLangEngine
+from services.rollout.sglang.handle import Update
+from services.rollout.sglang.launch import SGLangHandle, _update
+from services.rollout.sglang.loader import TORN, serve_parts
+from tests.services.models.tiny import spec_of
+from tests.services.rollout.engines import group, letters, strategy, ticking
+from tests.services.rollout.sglang.fake import limits_of
+from tests.services.rollout.sglang.fused import FusedModel, same
+from tests.services.rollout.sglang.manager import DRAFTER, MODEL, POLICY, Engine, chunk_of
+from tests.services.rollout.sglang.standins import GenerateReqInput, install
+
+SAMPLING = SamplingParams(temperature=0.8, max_tokens=9, stop_token_ids=(2,))
+STOP, LENGTH = {"type": "stop", "matched": 2}, {"type": "length", "length": 9}
+CHAIN = strategy("eagle", 3)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    install(monkeypatch)
+    spec = spec_of(MODEL)
+    eagle = Eagle(spec)
+    draft = FusedModel(eagle.names() | eagle.engine_zeros(), "model.")
+    return Engine({"policy": FusedModel(target_names(spec)), "drafter": draft})
+
+
+@pytest.fixture
+def handle(engine: Engine) -> Iterator[SGLangHandle]:
+    made = SGLangHandle(engine, "rollout-3", 1, False, 60.0, device="cpu")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def hasty(engine: Engine) -> Iterator[SGLangHandle]:
+    """Its calls time out at once."""
+    made = SGLangHandle(engine, "rollout-3", 1, False, 0.2, device="cpu")
+    yield made
+    made.close()
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, "never came true"
+        time.sleep(0.005)
+
+
+def news(handle: SGLangHandle) -> list[Update]:
+    found = handle.poll(60.0)
+    assert found
+    return found
+
+
+# ------------------------------------------------------------------ requests
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_is_asked_of_sglang(engine: Engine, deterministic: bool) -> None:
+    handle = SGLangHandle(engine, "rollout-3", 1, deterministic, 20.0, device="cpu")
+    handle.submit("1/g#0", (1, 2, 3), SAMPLING, seed=2**31 + 5)
+    wait_until(lambda: engine.tokenizer_manager.requests)
+    wanted = {"temperature": 0.8, "max_new_tokens": 9, "stop_token_ids": [2]}
+    wanted |= {"sampling_seed": 5} if deterministic else {}
+    assert engine.tokenizer_manager.requests["1/g#0"] == GenerateReqInput(
+        rid="1/g#0", input_ids=[1, 2, 3], sampling_params=wanted, return_logprob=True, stream=True
+    )
+    handle.abort_all()
+    handle.close()
+
+
+def test_news_are_told_once_and_the_newest_says_everything(engine: Engine, handle: SGLangHandle) -> None:
+    assert handle.poll(0.0) == []
+    handle.submit("a", (1, 2), SAMPLING, 0)
+    handle.submit("b", (1, 3), SAMPLING, 0)
+    engine.say("a", chunk_of([5]))
+    engine.say("a", chunk_of([5, 6, 7], histogram=[0, 1]))
+    engine.say("b", chunk_of([9]))
+    wait_until(lambda: len(handle._news) == 2 and len(handle._news["a"].response_ids) == 3)
+    assert sorted(handle.poll(0.0), key=lambda u: u.rid) == [
+        Update("a", (5, 6, 7), (-0.5, -0.6, -0.7), (0, 1)),
+        Update("b", (9,), (-0.9,)),
+    ]
+    assert handle.poll(0.0) == []
+    engine.say("b", chunk_of([9, 2], STOP, [1]))
+    assert news(handle) == [Update("b", (9, 2), (-0.9, -0.2), (1,), "stop")]
+    wait_until(lambda: handle._live.keys() == {"a"})
+
+
+def test_a_poll_waits_for_the_first_news_and_no_longer(engine: Engine, handle: SGLangHandle) -> None:
+    started = time.monotonic()
+    assert handle.poll(0.1) == [] and time.monotonic() - started >= 0.1
+    handle.submit("a", (1, 2), SAMPLING, 0)
+    later = threading.Timer(0.1, lambda: engine.say("a", chunk_of([5])))
+    later.start()
+    started = time.monotonic()
+    assert [u.rid for u in handle.poll(60.0)] == ["a"] and time.monotonic() - started < 30
+    assert handle.poll(-1.0) == [], "a budget that is used up"
+    later.join()
+
+
+def test_chunks_go_on_growing_behind_the_news_that_were_told(engine: Engine, handle: SGLangHandle) -> None:
+    """SGLang hands out its own lists, and extends them."""
+    handle.submit("a", (1, 2), SAMPLING, 0)
+    chunk = chunk_of([5])
+    engine.say("a", chunk)
+    (first,) = news(handle)
+    chunk["output_ids"].append(6)
+    assert first.response_ids == (5,)
+
+
+def test_an_aborted_request_and_one_that_sglang_gave_up(engine: Engine, handle: SGLangHandle) -> None:
+    handle.submit("a", (1, 2), SAMPLING, 0)
+    wait_until(lambda: "a" in engine.tokenizer_manager.chunks)
+    handle.abort("a")
+    assert news(handle) == [Update("a", (), (), (), "abort", "Aborted")]
+
+
+@pytest.mark.parametrize("error", [ValueError("the input is too long"), RuntimeError("broken")], ids=str)
+def test_an_exception_in_a_requests_task_is_news_of_it(engine: Engine, handle: SGLangHandle, error: Exception) -> None:
+    """Nobody else would ever hear of the request again."""
+    engine.tokenizer_manager.trouble.generate_error = error
+    handle.submit("a", (1, 2), SAMPLING, 0)
+    assert news(handle) == [Update("a", (), (), finish="abort", message=f"{type(error).__name__}: {error}")]
+    assert not handle._live
+
+
+def test_abort_all_returns_when_nothing_is_left_and_drops_the_news(engine: Engine, handle: SGLangHandle) -> None:
+    handle.abort_all()
+    for n in range(6):
+        handle.submit(f"{n}/g", (1, 2), SAMPLING, 0)
+    engine.say("2/g", chunk_of([5]))
+    handle.abort_all()
+    assert not handle._live and handle.poll(0.0) == [] and not engine.tokenizer_manager.chunks
+    handle.submit("7/g", (1, 2), SAMPLING, 0)
+    engine.say("7/g", chunk_of([4], LENGTH))
+    assert [u.rid for u in news(handle)] == ["7/g"]
+
+
+def test_abort_all_is_asked_again_until_it_is_heard(engine: Engine, handle: SGLangHandle) -> None:
+    """A request that reaches SGLang behind the abort is not hit by it."""
+    engine.tokenizer_manager.trouble.deaf = True
+    handle.submit("a", (1, 2), SAMPLING, 0)
+    threading.Timer(0.2, lambda: setattr(engine.tokenizer_manager.trouble, "deaf", False)).start()
+    handle.abort_all()
+    assert engine.tokenizer_manager.calls.count(("abort", "*")) >= 2 and not handle._live
+
+
+def test_an_abort_that_is_never_heard_runs_out(engine: Engine, hasty: SGLangHandle) -> None:
+    engine.tokenizer_manager.trouble.deaf = True
+    hasty.submit("a", (1, 2), SAMPLING, 0)
+    with pytest.raises(
+        WaitTimeoutError,
+        match=r"rollout-3: SGLang did not finish dropping all requests within 0 s: see its log, or raise "
+        r"coordinator\.call_timeout_s",
+    ):
+        hasty.abort_all()
+    engine.tokenizer_manager.trouble.deaf = False
+    hasty._timeout_s = 60.0
+    hasty.abort_all()
+
+
+def test_chunks_become_updates() -> None:
+    assert _update("a", chunk_of([5, 6])) == Update("a", (5, 6), (-0.5, -0.6))
+    assert _update("a", chunk_of([5], LENGTH, [0, 2])) == Update("a", (5,), (-0.5,), (0, 2), "length")
+    abort = {"type": "abort", "message": "no room", "status_code": 503}
+    assert _update("a", chunk_of([], abort)) == Update("a", (), (), (), "abort", "no room")
+    bare = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": None}}}
+    assert _update("a", bare) == Update("a", (), (), (), "abort", "")
+
+
+# ------------------------------------------------------------------ weights
+
+
+def test_a_load_reaches_its_model_and_is_told_by_it(engine: Engine, handle: SGLangHandle) -> None:
+    assert handle.served() == ServedVersions(None, None)
+    handle.load("policy", 3, POLICY)
+    handle.load("drafter", 5, DRAFTER | {"fc.bias": torch.zeros(32)})
+    models = engine.tokenizer_manager.models
+    assert same(models["policy"].tensors(), POLICY)
+    assert same(models["drafter"].tensors(), DRAFTER | {"fc.bias": torch.zeros(32)})
+    assert handle.served() == ServedVersions(3, 5)
+    updates = [call for call in engine.tokenizer_manager.calls if call[0] == "update"]
+    assert updates == [
+        ("update", "longtail/policy/3/0/1", True, True),
+        ("update", "longtail/drafter/5/0/1", False, True),
+    ], "only a policy makes prefixes stale"
+
+
+def test_row_35_a_load_holds_what_runs_and_lets_it_go_on(engine: Engine, handle: SGLangHandle) -> None:
+    """A policy retracts (keys and values are computed anew), a drafter only holds."""
+    handle.submit("a", (1, 2), SAMPLING, 0)
+    handle.load("policy", 1, POLICY)
+    handle.load("drafter", 1, DRAFTER)
+    assert engine.tokenizer_manager.calls == [
+        ("pause", "retract"), ("update", "longtail/policy/1/0/1", True, True), ("continue",),
+        ("pause", "in_place"), ("update", "longtail/drafter/1/0/1", False, True), ("continue",),
+    ]  # fmt: skip
+    engine.say("a", chunk_of([5], STOP))
+    assert [u.finish for u in news(handle)] == ["stop"]
+
+
+def test_a_version_in_parts_flushes_with_its_last(engine: Engine) -> None:
+    handle = SGLangHandle(engine, "rollout-3", 1, False, 60.0, device="cpu", part_bytes=12_000)
+    handle.load("policy", 2, POLICY)
+    parts = len(serve_parts(POLICY, 12_000))
+    assert parts > 2
+    assert engine.tokenizer_manager.calls == [
+        ("pause", "retract"),
+        *[("update", f"longtail/policy/2/{n}/{parts}", n == parts - 1, True) for n in range(parts)],
+        ("continue",),
+    ]
+    assert handle.served().policy == 2 and same(engine.tokenizer_manager.models["policy"].tensors(), POLICY)
+    bad = POLICY | {"lm_head.weight": POLICY["lm_head.weight"] * torch.nan}
+    with pytest.raises(WeightError):
+        handle.load("policy", 3, bad)
+    assert handle.served().policy == TORN and paired(engine)
+    handle.close()
+
+
+def paired(engine: Engine) -> bool:
+    """Every pause has its continue, and nothing is loaded after it."""
+    names = [call[0] for call in engine.tokenizer_manager.calls]
+    return (
+        names[-1] == "continue"
+        and names.count("pause") == names.count("continue")
+        and not engine.tokenizer_manager.paused
+    )
+
+
+@pytest.mark.parametrize("kind", ["policy", "drafter"])
+def test_row_34_a_refused_load_lets_the_requests_go_on(engine: Engine, handle: SGLangHandle, kind: str) -> None:
+    handle.submit("a", (1, 2), SAMPLING, 0)
+    with pytest.raises(WeightError, match=f"{kind} load refused, nothing changed: the engine's model has no"):
+        handle.load(kind, 1, {"x.weight": torch.ones(2)})  # type: ignore[arg-type]
+    assert paired(engine) and handle.served() == ServedVersions(None, None)
+
+
+def test_row_34_a_load_that_fails_lets_the_requests_go_on(engine: Engine, handle: SGLangHandle) -> None:
+    engine.tokenizer_manager.trouble.update_error = AssertionError("dp_size must be 1")
+    with pytest.raises(AssertionError, match="dp_size"):
+        handle.load("policy", 1, POLICY)
+    assert paired(engine)
+
+
+@pytest.mark.parametrize("hang", ["pause", "update"])
+def test_row_34_a_load_that_never_ends_lets_the_requests_go_on(engine: Engine, hasty: SGLangHandle, hang: str) -> None:
+    """Whoever waited gives up with a message; a pause without its continue would hold every request for ever."""
+    engine.tokenizer_manager.trouble.hang = hang
+    with pytest.raises(WaitTimeoutError, match="rollout-3: SGLang did not finish loading policy version 7 within"):
+        hasty.load("policy", 7, POLICY)
+    wait_until(lambda: paired(engine))
+    engine.tokenizer_manager.trouble.hang = ""
+    hasty._timeout_s = 60.0
+    hasty.load("policy", 8, POLICY)
+    assert paired(engine) and hasty.served() == ServedVersions(8, None)
+
+
+def test_row_36_what_is_sent_does_not_share_memory_with_the_trainers(engine: Engine, handle: SGLangHandle) -> None:
+    """In one process the trainers go on updating the very tensors they published."""
+    mine = {name: t.clone() for name, t in POLICY.items()}
+    handle.load("policy", 1, mine)
+    for t in mine.values():
+        t.fill_(9.0)
+    assert same(engine.tokenizer_manager.models["policy"].tensors(), POLICY)
+
+
+def test_every_rank_gets_a_payload(engine: Engine) -> None:
+    handle = SGLangHandle(engine, "rollout-3", 4, False, 60.0, device="cpu")
+    seen: list[int] = []
+    update = engine.tokenizer_manager.update_weights_from_tensor
+
+    async def counted(obj, request):
+        seen.append(len(obj.serialized_named_tensors))
+        return await update(obj, request)
+
+    engine.tokenizer_manager.update_weights_from_tensor = counted  # type: ignore[method-assign]
+    handle.load("policy", 1, POLICY)
+    assert seen == [4]
+    handle.close()
+
+
+def test_versions_need_the_plug_in(engine: Engine, handle: SGLangHandle) -> None:
+    engine.tokenizer_manager.trouble.plugin = False
+    with pytest.raises(ConfigError, match="rollout-3: SGLang runs without the 'longtail' plug-in: see its log"):
+        handle.served()
+
+
+@pytest.mark.parametrize(("hang", "what"), [("state", "the served versions"), ("release", "releasing its memory")])
+def test_every_call_says_what_it_waited_for(engine: Engine, hasty: SGLangHandle, hang: str, what: str) -> None:
+    engine.tokenizer_manager.trouble.hang = hang
+    with pytest.raises(WaitTimeoutError, match=f"did not finish {what} within"):
+        hasty.served() if hang == "state" else hasty.switch_memory(True)
+
+
+# ------------------------------------------------------------------ memory, life, all together
+
+
+def test_memory_is_released_and_resumed_whole(engine: Engine, handle: SGLangHandle) -> None:
+    handle.switch_memory(True)
+    handle.switch_memory(False)
+    assert engine.tokenizer_manager.calls == [("release", None), ("resume", None)], "no tags: all there is"
+
+
+def test_close_ends_the_thread_and_the_engine(engine: Engine) -> None:
+    handle = SGLangHandle(engine, "rollout-3", 1, False, 60.0, device="cpu")
+    thread = handle._thread
+    assert thread.is_alive() and thread.daemon and "rollout-3" in thread.name
+    handle.submit("a", (1, 2), SAMPLING, 0)
+    wait_until(lambda: handle._live)
+    task = handle._live["a"]
+    handle.close()
+    assert not thread.is_alive() and engine.shut_down and not engine.loop.is_running()
+    assert task.cancelled(), "not left to the garbage collector"
+
+
+def test_a_rollout_server_over_the_handle(engine: Engine, handle: SGLangHandle) -> None:
+    """Adapter, handle, hooks and loader together: news in pieces, a load under way, a cut at the stop id."""
+    service = RolloutService(SGLangEngine(handle, limits_of(MODEL, CHAIN), CHAIN, letters, ticking()), {}, ticking())
+    service.open_epoch(1)
+    service.load_policy(0, POLICY, 1)
+    service.load_drafter(0, DRAFTER, 1)
+    service.submit([group((1, 2), 2, SAMPLING, name="g")], 1)
+    one, two = "1/g#0", "2/g#1"
+    engine.say(one, chunk_of([5, 6, 7], histogram=[0, 1]))
+    wait_until(lambda: one in handle._news)
+    report = service.advance(0.0, 1)
+    (running,) = report.running
+    assert report.waiting == 1 and running.rollout_id == "g#0" and running.num_tokens == 3
+    assert running.acceptance.histogram == (0, 1)
+    assert service.load_policy(1, POLICY, 1) == ServedVersions(1, 0)
+    engine.say(one, chunk_of([5, 6, 7, 2, 8], STOP, [0, 2]))
+    engine.say(two, chunk_of([4, 4, 4, 4, 4, 4, 4, 4, 4], LENGTH, [0, 0, 0, 2]))
+    wait_until(lambda: handle._news.keys() == {one, two})
+    first, second = sorted(service.advance(0.0, 1).finished, key=lambda r: r.index)
+    assert first.response_ids == (5, 6, 7, 2) and first.finish_reason is FinishReason.STOP
+    assert first.rollout_logprobs == (-0.5, -0.6, -0.7, -0.2) and first.policy_versions == (0, 1)
+    assert first.acceptance.histogram == (1, 1), "the last step's token behind the stop was never emitted"
+    assert len(second.response_ids) == 9 and second.acceptance.acceptance_length == 4
+    assert service.advance(0.0, 1).running == ()
