@@ -1,0 +1,112 @@
+"""GPU tests: `LONGTAIL_GPU_MODEL=DIR pytest -m gpu tests/gpu`, DIR made by `longtail warmup reasoner-warmup --out DIR`.
+
+Each skips with its reason where there is no GPU, no SGLang or no model. CI never sees a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.models.files import read_config
+from tests.gpu.cases import CASES
+from tests.gpu.reference import Reference
+
+RESULTS = Path(__file__).parent / "results"
+WORKER_LIMIT_S = float(os.environ.get("LONGTAIL_GPU_LIMIT_S", "420"))
+
+
+def _missing() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device on this machine"
+    if find_spec("sglang") is None:
+        return "SGLang is not installed: pip install '.[sglang]'"
+    if not os.environ.get("LONGTAIL_GPU_MODEL"):
+        return "LONGTAIL_GPU_MODEL names no model folder: make one with `longtail warmup reasoner-warmup --out DIR`"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _missing()
+    here = str(Path(__file__).parent)
+    for item in items:
+        if str(item.path).startswith(here):
+            item.add_marker(pytest.mark.gpu)
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return Path(os.environ["LONGTAIL_GPU_MODEL"])
+
+
+@pytest.fixture(scope="session")
+def reference(model: Path) -> Reference:
+    return Reference(model)
+
+
+@pytest.fixture(scope="session")
+def probes(model: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What every engine's worker found; all start side by side on the one GPU."""
+    folder = Path(os.environ.get("LONGTAIL_GPU_PROBES") or tmp_path_factory.mktemp("probes"))
+    prompts = folder / "prompts.json"
+    prompts.write_text(json.dumps(reference.prompts()))
+    wanted = os.environ.get("LONGTAIL_GPU_CASES", ",".join(CASES)).split(",")
+    running = {}
+    for name in wanted:
+        log = (folder / f"{name}.log").open("w")
+        command = [
+            sys.executable,
+            "-m",
+            "tests.gpu.worker",
+            name,
+            str(model),
+            str(prompts),
+            str(folder / f"{name}.json"),
+        ]
+        running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + WORKER_LIMIT_S
+    for process in running.values():
+        try:
+            process.wait(timeout=max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+    found = {}
+    for name in wanted:
+        file = folder / f"{name}.json"
+        found[name] = json.loads(file.read_text()) if file.is_file() else {"log": _tail(folder / f"{name}.log")}
+    return found
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+
+
+@pytest.fixture(scope="session")
+def results(model: Path) -> Iterator[dict[str, Any]]:
+    """Figures of the session, written with where they come from."""
+    from deploy.provenance import provenance
+
+    figures: dict[str, Any] = {}
+    yield figures
+    config = read_config(model / "target")
+    shape = {k: config[k] for k in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
+    record = {"provenance": provenance() | {"driver": _driver()}, "model": shape, "figures": figures}
+    out = Path(os.environ.get("OUT") or RESULTS) / "sglang_engine.json"
+    out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]

@@ -1,0 +1,99 @@
+"""The yardsticks of the GPU tests: the trainer's own model (teacher-forced) and the native engine's samples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from deploy.inputs import load_inputs
+from services.core.types import GroupWork, Prompt, SamplingParams
+from services.models.files import read_config, read_tensors
+from services.models.layers import model_spec
+from services.models.target import TargetModel
+from services.rollout.native import EngineOptions, NativeEngine
+from services.speculation.selector import Fixed
+from services.speculation.strategy import OFF
+from tests.gpu.cases import CASES, case_config
+
+HELDOUT, PREFIXES, DRAWS = 48, 3, 1024
+CUDA = torch.device("cuda")
+
+
+class Reference:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        config = case_config(CASES["off"], folder)
+        inputs = load_inputs(config)
+        self.heldout = [list(p.token_ids) for p in inputs.heldout[:HELDOUT]]
+        self.long = sorted((list(p.token_ids) for p in inputs.heldout), key=len)[-16:]
+        self.eos = inputs.sampling.stop_token_ids[0]
+
+    @cached_property
+    def model(self) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(
+            self.folder / "target", dtype=torch.bfloat16, local_files_only=True
+        )
+        return model.to(CUDA).eval()
+
+    def prompts(self) -> dict[str, Any]:
+        return {"heldout": self.heldout, "long": self.long, "eos": self.eos, "prefixes": self.prefixes, "draws": DRAWS}
+
+    @cached_property
+    def prefixes(self) -> list[list[int]]:
+        """Where the next tokens are most uncertain: prompt + part of a sampled response, cut before a surprise."""
+        rollouts = self.sample(self.heldout[:16], SamplingParams(max_tokens=256, stop_token_ids=(self.eos,)), 1)
+        best: list[tuple[float, list[int]]] = []
+        for prompt, ids, logprobs in rollouts:
+            sums = [logprobs[t] + logprobs[t + 1] for t in range(4, len(ids) - 3)]
+            if sums:
+                at = min(range(len(sums)), key=sums.__getitem__) + 4
+                best.append((sums[at - 4], prompt + ids[:at]))
+        return [prefix for _, prefix in sorted(best)[:PREFIXES]]
+
+    def sample(
+        self, prompts: Sequence[list[int]], sampling: SamplingParams, seed: int
+    ) -> list[tuple[list[int], list[int], list[float]]]:
+        """(prompt, ids, logprobs) of one native response per prompt, in prompt order."""
+        spec = model_spec(read_config(self.folder / "target"))
+        longest = max(map(len, prompts)) + sampling.max_tokens
+        options = EngineOptions(max_running=min(512, len(prompts)), max_len=longest, max_nodes=1)
+        target = TargetModel(spec, longest + options.spare_columns, CUDA, torch.bfloat16)
+        engine = NativeEngine(target, options, Fixed(OFF), lambda ids: "", time.monotonic)
+        tensors = read_tensors(self.folder / "target")
+        engine.load_policy(0, {n: t for n, t in tensors.items() if not (spec.tied and n == "lm_head.weight")})
+        for i, ids in enumerate(prompts):
+            prompt = Prompt(str(i), "", tuple(ids), "", "t")
+            engine.submit(GroupWork(str(i), prompt, (0,), (seed * 1_000_003 + i,), sampling))
+        found = []
+        while len(found) < len(prompts):
+            found.extend(engine.step())
+        found.sort(key=lambda r: int(r.group_id))
+        return [(list(r.prompt_ids), list(r.response_ids), list(r.rollout_logprobs)) for r in found]
+
+    @torch.no_grad()
+    def logits(self, prompt: Sequence[int], response: Sequence[int], norm_factor: float = 1.0) -> Tensor:
+        """[len(response), V] float32: the distribution each response token was drawn from, teacher-forced.
+
+        `norm_factor` scales the first layer's input norm, as the mid-response probe does."""
+        norm = self.model.model.layers[0].input_layernorm.weight
+        kept = norm.detach().clone()
+        norm.data.mul_(norm_factor)
+        try:
+            ids = torch.tensor([[*prompt, *response]], device=CUDA)
+            out = self.model(input_ids=ids).logits[0].float()
+        finally:
+            norm.data.copy_(kept)
+        return out[len(prompt) - 1 : -1]
+
+    def logprobs(self, rollout: dict[str, Any], norm_factor: float = 1.0) -> Tensor:
+        """[T] at temperature 1."""
+        ids = torch.tensor(rollout["ids"], device=CUDA)
+        logits = self.logits(rollout["prompt_ids"], rollout["ids"], norm_factor)
+        return logits.log_softmax(-1).gather(1, ids[:, None])[:, 0].cpu()
