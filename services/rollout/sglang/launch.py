@@ -7,9 +7,9 @@ time-out. SGLang's own blocking methods would run that loop in the caller's thre
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -29,7 +29,6 @@ from services.rollout.sglang.handle import Kind, Update
 from services.rollout.sglang.loader import PART_BYTES, LoadOrder, serve_parts
 from services.rollout.sglang.plugin import HISTOGRAM_KEY, PLUGIN_GROUP, PLUGIN_NAME, STATE_KEY
 
-LOG = logging.getLogger(__name__)
 PROGRESS_S = 15.0
 T = TypeVar("T")
 
@@ -272,7 +271,7 @@ def _watched(server: str, timeout_s: float, before: set[psutil.Process]) -> Iter
         waited = 0.0
         while not ready.wait(min(PROGRESS_S, timeout_s - waited)):
             waited = time.monotonic() - started
-            LOG.warning("%s: SGLang is starting, %.0f s of at most %.0f s", server, waited, timeout_s)
+            _say(f"{server}: SGLang is starting, {waited:.0f} s of at most {timeout_s:.0f} s")
             if waited >= timeout_s:
                 expired.set()
                 _end_children(before)
@@ -285,6 +284,11 @@ def _watched(server: str, timeout_s: float, before: set[psutil.Process]) -> Iter
     finally:
         ready.set()
         thread.join()
+
+
+def _say(line: str) -> None:
+    """Into the process's own log. Not through `logging`: Ray and SGLang both set up loggers as they like."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _end_children(before: set[psutil.Process]) -> None:
@@ -302,5 +306,5 @@ def _child_failed(signum: int, frame: Any) -> None:
 def _engine_died(signum: int, frame: Any) -> None:
     """In service there is nothing to save: the process ends at once, its supervisor sees that and starts another.
     SGLang's remaining processes end with their parent."""
-    LOG.error("one of SGLang's processes died: this rollout server ends")
+    _say("one of SGLang's processes died: this rollout server ends")
     os._exit(1)
