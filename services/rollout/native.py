@@ -21,7 +21,7 @@ from services.core.types import FinishReason, GroupWork, Rollout, RunningRequest
 from services.models.sampling import SamplingTensors, check_sampling, process_logits, sampling_tensors, uniforms
 from services.models.target import TargetModel
 from services.rollout.eagle import CATCH_UP_CHUNK, EagleDrafting
-from services.rollout.request import Request, note_version
+from services.rollout.request import Request, check_fits, note_version
 from services.rollout.rows import Rows, tail_mask, tail_table
 from services.rollout.stops import emit, response_text
 from services.speculation.drafting import Draft
@@ -102,15 +102,7 @@ class NativeEngine:
     def check(self, work: GroupWork) -> None:
         """RequestError naming the limit when this engine can never serve `work`."""
         check_sampling(work.sampling)
-        ids, vocab = work.prompt.token_ids, self._target.spec.vocab_size
-        need = len(ids) + work.sampling.max_tokens
-        if not ids or min(ids) < 0 or max(ids) >= vocab:
-            raise RequestError(f"{work.group_id}: prompt ids must be a non-empty list of ids in [0, {vocab})")
-        if need > self._options.max_len:
-            raise RequestError(
-                f"{work.group_id}: {len(ids)} prompt tokens + max_tokens {work.sampling.max_tokens} exceed "
-                f"rollout.engine.max_len {self._options.max_len}: shorten the prompt or raise max_len"
-            )
+        check_fits(work, self._target.spec.vocab_size, self._options.max_len)
         if len(work.indices) > self._options.max_running:
             raise RequestError(
                 f"{work.group_id}: {len(work.indices)} rollouts exceed rollout.engine.max_running "

@@ -24,7 +24,7 @@ from services.core.types import (
     ServedVersions,
 )
 from services.models.target import check_shapes
-from services.rollout.request import note_version
+from services.rollout.request import RequestLife, check_fits, note_version
 from services.rollout.sglang.acceptance import acceptance_stats
 from services.rollout.sglang.handle import EngineHandle, Kind, Update
 from services.rollout.stops import Emission, emit, response_text
@@ -47,18 +47,8 @@ class SGLangLimits:
 
 
 @dataclass
-class _Request:
-    work: GroupWork
-    index: int
-    seed: int
-    started_s: float
-    policy_versions: list[int]
-    drafter_versions: list[int]
+class _Request(RequestLife):
     news: Update
-
-    @property
-    def rollout_id(self) -> str:
-        return f"{self.work.group_id}#{self.index}"
 
 
 class SGLangEngine:
@@ -99,15 +89,8 @@ class SGLangEngine:
     def check(self, work: GroupWork) -> None:
         if self._released:
             raise RequestError(f"{work.group_id}: this server's memory is released: resume it first")
-        ids, sampling, vocab = work.prompt.token_ids, work.sampling, self._limits.vocab_size
-        if not ids or min(ids) < 0 or max(ids) >= vocab:
-            raise RequestError(f"{work.group_id}: prompt ids must be a non-empty list of ids in [0, {vocab})")
-        need = len(ids) + sampling.max_tokens
-        if need > self._limits.max_len:
-            raise RequestError(
-                f"{work.group_id}: {len(ids)} prompt tokens + max_tokens {sampling.max_tokens} exceed "
-                f"rollout.engine.max_len {self._limits.max_len}: shorten the prompt or raise max_len"
-            )
+        check_fits(work, self._limits.vocab_size, self._limits.max_len)
+        sampling = work.sampling
         if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
             raise RequestError(
                 f"{work.group_id}: SGLang reports logprobs without top-k, top-p and min-p, and its verification "
@@ -196,24 +179,9 @@ class SGLangEngine:
         news, work = request.news, request.work
         # SGLang tells a greedy token's logprob at temperature 1; greedy means probability one
         logprobs = news.logprobs if work.sampling.temperature else (0.0,) * len(news.response_ids)
-        return Rollout(
-            group_id=work.group_id,
-            prompt_id=work.prompt.id,
-            index=request.index,
-            seed=request.seed,
-            prompt_ids=work.prompt.token_ids,
-            response_ids=news.response_ids,
-            rollout_logprobs=logprobs,
-            text=response_text(news.response_ids, work.sampling, self._decode),
-            finish_reason=reason,
-            sampling=work.sampling,
-            policy_versions=tuple(request.policy_versions),
-            drafter_versions=tuple(request.drafter_versions),
-            acceptance=self._acceptance(request),
-            server=self._limits.server,
-            started_s=request.started_s,
-            finished_s=self._clock(),
-        )
+        text = response_text(news.response_ids, work.sampling, self._decode)
+        tokens, now_s = (news.response_ids, logprobs), self._clock()
+        return request.rollout(tokens, text, reason, self._acceptance(request), now_s, self._limits.server)
 
     # -- weights and strategy
 
