@@ -1,6 +1,7 @@
 """The drafter trainer of one slot as an actor: builds the service and delegates.
 
-Methods that make tensors return them second, so that a caller with `num_returns=2` gets a reference to them.
+Tensors in arguments are views of the object store: read-only, and pinned there while somebody holds them. Methods that
+make tensors return them second, so that a caller with `num_returns=2` gets a reference to them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from services.config.schema import ClusterConfig
 from services.core.types import AcceptanceEstimate, DrafterProgress, HiddenStateChunk
 from services.drafter.service import build_drafter_service
 from services.drafter.state import DrafterState, initial_drafter_state
+from services.models.hidden import HiddenStates
 
 
 class DrafterActor:
@@ -32,8 +34,9 @@ class DrafterActor:
     def load_target_head(self, policy_version: int, tensors: Mapping[str, Any]) -> None:
         self._service.load_target_head(policy_version, tensors)
 
-    def add_chunk(self, chunk: HiddenStateChunk, tensors: list[Any]) -> None:
-        self._service.add_chunk(chunk, tensors)
+    def add_chunk(self, chunk: HiddenStateChunk, tensors: list[HiddenStates]) -> None:
+        # Copies: what came lies in the object store, which must not stay pinned by what the buffer keeps.
+        self._service.add_chunk(chunk, [h.copied() for h in tensors])
 
     def train(self, budget_s: float, epoch: int) -> DrafterProgress:
         return self._service.train(budget_s, epoch)
@@ -44,6 +47,8 @@ class DrafterActor:
     def export(self, state: DrafterState) -> tuple[int, dict[str, Any]]:
         return self._service.export(state)
 
-    def estimate(self, names: tuple[str, ...], tensors: list[Any], *states: DrafterState) -> list[AcceptanceEstimate]:
+    def estimate(
+        self, names: tuple[str, ...], tensors: list[HiddenStates], *states: DrafterState
+    ) -> list[AcceptanceEstimate]:
         """States come one by one: Ray resolves references only where they are arguments themselves."""
         return self._service.estimate(dict(zip(names, states, strict=True)), tensors)

@@ -23,6 +23,7 @@ import torch
 from actors.rollout import RolloutActor
 from deploy.cluster import ray_session
 from deploy.inputs import load_inputs
+from deploy.placement import actor_env
 from deploy.provenance import provenance
 from services.config.schema import ClusterConfig, SGLangEngine
 from services.core.errors import ConfigError, WaitTimeoutError
@@ -184,7 +185,8 @@ def _publishing(config: ClusterConfig, repeats: int) -> dict[str, Any]:
         spec = model_spec(SHAPE_7B)
         shapes = {"drafter": drafter_method(big.drafter, spec).names(), "policy": target_names(spec)}
         server = ray.remote(RolloutActor).options(num_gpus=1).remote(big, 0)
-        publishers = {kind: ray.remote(Publisher).remote(names) for kind, names in shapes.items()}
+        publisher_class = ray.remote(Publisher).options(runtime_env={"env_vars": actor_env(config.policy.threads)})
+        publishers = {kind: publisher_class.remote(names) for kind, names in shapes.items()}
         waits = [server.process_id.remote(), *(p.ready.remote() for p in publishers.values())]
         sizes = _get(waits, config.coordinator.start_timeout_s, "the 7B-shaped engine")[1:]
         _get(server.open_epoch.remote(EPOCH), config.coordinator.call_timeout_s, "the epoch")

@@ -25,7 +25,7 @@ from actors.policy import PolicyActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from deploy.inputs import load_inputs
-from deploy.placement import ActorPlan, bundles, check_resources, machine_cpus, plan_actors, thread_env
+from deploy.placement import ActorPlan, actor_env, bundles, check_resources, machine_cpus, plan_actors
 from deploy.processes import descendants, end_processes
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Inputs
@@ -105,7 +105,7 @@ def actors(config: ClusterConfig, inputs: Inputs) -> Iterator[Handles]:
         for plan in plan_actors(config):
             handles[plan.name] = _start(plan, config, group)
         coordinator = ray.remote(CoordinatorActor).options(
-            num_cpus=0, max_restarts=0, max_concurrency=4, runtime_env={"env_vars": thread_env(1)}
+            num_cpus=0, max_restarts=0, max_concurrency=4, runtime_env={"env_vars": actor_env(1)}
         )
         # Last, so that of several that cannot start the coordinator, which waits for the others, is named last.
         handles["coordinator"] = coordinator.remote(config, inputs, dict(handles))
@@ -141,7 +141,7 @@ def _start(plan: ActorPlan, config: ClusterConfig, group: Any) -> Any:
         "num_gpus": plan.gpus,
         "max_restarts": plan.restarts,
         "max_task_retries": 0,
-        "runtime_env": {"env_vars": thread_env(plan.threads)},
+        "runtime_env": {"env_vars": actor_env(plan.threads)},
     }
     if plan.slot is not None and group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(

@@ -77,11 +77,17 @@ def check_resources(config: ClusterConfig, available: Mapping[str, float]) -> No
             )
 
 
-def thread_env(threads: int) -> dict[str, str]:
-    """Environment that keeps one actor's numeric libraries to its threads; several actors share few cores here."""
+def actor_env(threads: int) -> dict[str, str]:
+    """Environment of one actor's process: its numeric libraries keep to its threads (several actors share few cores
+    here), and tensors that it returns lie in the object store as they are, so that a receiver reads them in place.
+    Pickled, as Ray does by default, the weights of a 7B model would pass through two more copies on either side."""
     count = str(threads)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return {**dict.fromkeys(names, count), "TOKENIZERS_PARALLELISM": "false"}
+    return {
+        **dict.fromkeys(names, count),
+        "TOKENIZERS_PARALLELISM": "false",
+        "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
+    }
 
 
 def machine_cpus() -> int:

@@ -39,6 +39,12 @@ class HiddenStates:
         parts = (self.input_ids, self.hidden, self.loss_mask, self.aux)
         return sum(t.numel() * t.element_size() for t in parts if t is not None)
 
+    def copied(self) -> HiddenStates:
+        aux = None if self.aux is None else self.aux.clone()
+        return HiddenStates(
+            self.input_ids.clone(), self.hidden.clone(), self.loss_mask.clone(), self.policy_version, aux
+        )
+
     def detached(self) -> HiddenStates:
         aux = None if self.aux is None else self.aux.detach()
         return dataclasses.replace(self, hidden=self.hidden.detach(), aux=aux)

@@ -15,6 +15,7 @@ import torch
 
 from actors.clients import RayDrafterClient, RayPolicyClient, RayRolloutClient, RayWaiter
 from deploy.cluster import ray_session
+from deploy.placement import actor_env
 from services.config.schema import ClusterConfig
 from services.coordinator.work import make_work
 from services.core.errors import ControlMessageError, ServiceLostError, StaleEpochError, WaitTimeoutError
@@ -100,6 +101,16 @@ def test_tensors_travel_by_reference_and_outlive_their_maker(handle: Any) -> Non
     assert RayRolloutClient("rollout-0", handle).load_policy(7, blob, 1).result(30) == ServedVersions(7, None)
     answer = RayDrafterClient("drafter-0", handle).estimate({"live": blob, "frozen": blob}, blob).result(30)
     assert answer == ["live", "frozen", 200_000, 200_000, 200_000]
+
+
+def test_tensors_are_read_where_they_lie(session: None) -> None:
+    """Two reads of one object meet the same memory: nothing was pickled, nothing copied."""
+    maker = ray.remote(Server).options(num_cpus=0, runtime_env={"env_vars": actor_env(1)}).remote()
+    reference = maker.publish.remote()
+    (_, first), (_, second) = ray.get(reference, timeout=60), ray.get(reference, timeout=60)
+    assert first["w"].data_ptr() == second["w"].data_ptr()
+    assert torch.equal(first["w"], torch.arange(200_000.0))
+    ray.kill(maker)
 
 
 def test_a_killed_actor_is_a_lost_service_and_answers_again_after_its_restart(handle: Any) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.placement import bundles, check_resources, plan_actors, thread_env
+from deploy.placement import actor_env, bundles, check_resources, plan_actors
 from services.core.errors import ConfigError
 from tests.services.coordinator.fakes import tiny_config
 
@@ -49,4 +49,4 @@ def test_a_cluster_that_is_too_small_is_named_before_anything_waits(
 
 
 def test_threads_are_set_for_every_numeric_library() -> None:
-    assert {thread_env(3)[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"3"}
+    assert {actor_env(3)[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"3"}

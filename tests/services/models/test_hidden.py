@@ -59,3 +59,13 @@ def test_detached_leaves_the_graph() -> None:
     live = HiddenStates(torch.arange(4), hidden, torch.ones(4, dtype=torch.bool), 0, aux)
     cut = live.detached()
     assert live.hidden.requires_grad and not cut.hidden.requires_grad and not cut.inputs.requires_grad
+
+
+@pytest.mark.parametrize("aux", [None, torch.ones(4, 6)])
+def test_copied_shares_no_memory(aux: torch.Tensor | None) -> None:
+    states = HiddenStates(torch.arange(4), torch.ones(4, 2), torch.ones(4, dtype=torch.bool), 3, aux)
+    copy = states.copied()
+    assert copy.policy_version == 3 and (copy.aux is None) == (aux is None)
+    for name in ("input_ids", "hidden", "loss_mask", "aux"):
+        mine, theirs = getattr(states, name), getattr(copy, name)
+        assert mine is None or (torch.equal(mine, theirs) and mine.data_ptr() != theirs.data_ptr())
