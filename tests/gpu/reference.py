@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from deploy.inputs import load_inputs
 from services.core.types import GroupWork, Prompt, SamplingParams
+from services.models.device import pick_device
 from services.models.files import read_config, read_tensors
 from services.models.layers import model_spec
 from services.models.target import TargetModel
@@ -23,7 +24,7 @@ from services.speculation.strategy import OFF
 from tests.gpu.cases import CASES, case_config
 
 HELDOUT, PREFIXES, DRAWS = 48, 3, 1024
-CUDA = torch.device("cuda")
+CUDA = pick_device("auto")
 
 
 class Reference:
