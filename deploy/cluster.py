@@ -102,8 +102,11 @@ def actors(config: ClusterConfig, inputs: Inputs) -> Iterator[Handles]:
     group = _slots(config)
     handles: Handles = {}
     try:
-        for plan in plan_actors(config):
-            handles[plan.name] = _start(plan, config, group)
+        plans = plan_actors(config)
+        lenders = {p.slot for p in plans if p.borrows_gpu}
+        lent = {slot: first_gpu(group, slot, config) for slot in sorted(s for s in lenders if s is not None)}
+        for plan in plans:
+            handles[plan.name] = _start(plan, config, group, lent)
         coordinator = ray.remote(CoordinatorActor).options(
             num_cpus=0, max_restarts=0, max_concurrency=4, runtime_env={"env_vars": actor_env(1)}
         )
@@ -135,13 +138,39 @@ def _slots(config: ClusterConfig) -> Any:
     return group
 
 
-def _start(plan: ActorPlan, config: ClusterConfig, group: Any) -> Any:
+def first_gpu(group: Any, slot: int, config: ClusterConfig) -> str:
+    """The id of the slot's first GPU, as CUDA_VISIBLE_DEVICES takes it: asked from within the slot's bundle, which
+    keeps its GPUs."""
+    ask = ray.remote(_gpu_ids).options(
+        num_cpus=0,
+        num_gpus=config.placement.gpus_per_slot,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=slot),
+    )
+    timeout_s = config.coordinator.start_timeout_s
+    try:
+        ids: list[str] = ray.get(ask.remote(), timeout=timeout_s)
+    except GetTimeoutError:
+        raise WaitTimeoutError(
+            f"slot {slot} did not tell its GPUs within {timeout_s:.0f} s: see the Ray logs"
+        ) from None
+    return ids[0]
+
+
+def _gpu_ids() -> list[str]:
+    ids: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return ids
+
+
+def _start(plan: ActorPlan, config: ClusterConfig, group: Any, lent: Mapping[int, str]) -> Any:
+    env = actor_env(plan.threads)
+    if plan.borrows_gpu and plan.slot is not None:
+        env["CUDA_VISIBLE_DEVICES"] = lent[plan.slot]
     options: dict[str, Any] = {
         "num_cpus": plan.cpus,
         "num_gpus": plan.gpus,
         "max_restarts": plan.restarts,
         "max_task_retries": 0,
-        "runtime_env": {"env_vars": actor_env(plan.threads)},
+        "runtime_env": {"env_vars": env},
     }
     if plan.slot is not None and group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(

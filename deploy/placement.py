@@ -16,7 +16,8 @@ from services.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ActorPlan:
-    """`kind` is rollout, drafter, policy, reward or coordinator. `bundle` is the slot's bundle, None outside slots."""
+    """`kind` is rollout, drafter, policy or reward; `slot` is None outside slots. `borrows_gpu`: it works on the first
+    GPU of its slot's rollout server without asking Ray for a share."""
 
     name: str
     kind: str
@@ -25,6 +26,7 @@ class ActorPlan:
     gpus: float
     threads: int
     restarts: int
+    borrows_gpu: bool = False
 
 
 def plan_actors(config: ClusterConfig) -> list[ActorPlan]:
@@ -33,13 +35,17 @@ def plan_actors(config: ClusterConfig) -> list[ActorPlan]:
     engine = config.rollout.engine
     server_threads = engine.threads if isinstance(engine, NativeEngine) else 1
     drafts = needs_drafter(config)
-    cpus, gpus = slot_share(config)
+    share = slot_share(config)
     plans = []
     for slot in range(config.rollout.num_servers):
-        plans.append(ActorPlan(f"rollout-{slot}", "rollout", slot, cpus, gpus, server_threads, restarts))
+        plans.append(
+            ActorPlan(f"rollout-{slot}", "rollout", slot, share.cpus, share.rollout_gpus, server_threads, restarts)
+        )
         if drafts:
-            threads = config.drafter.threads
-            plans.append(ActorPlan(f"drafter-{slot}", "drafter", slot, cpus, gpus, threads, restarts))
+            name, threads = f"drafter-{slot}", config.drafter.threads
+            plans.append(
+                ActorPlan(name, "drafter", slot, share.cpus, share.drafter_gpus, threads, restarts, share.borrows)
+            )
     plans.append(
         # Its weights die with it, so a restarted one would silently begin again from the first policy.
         ActorPlan("policy", "policy", None, place.policy_cpus, place.policy_gpus, config.policy.threads, 0)
@@ -48,10 +54,28 @@ def plan_actors(config: ClusterConfig) -> list[ActorPlan]:
     return plans
 
 
-def slot_share(config: ClusterConfig) -> tuple[float, float]:
-    """(CPUs, GPUs) of each actor of a slot."""
-    sharing = 2 if needs_drafter(config) else 1
-    return config.placement.cpus_per_slot / sharing, config.placement.gpus_per_slot / sharing
+@dataclass(frozen=True, slots=True)
+class SlotShare:
+    """Resources of a slot's actors: `cpus` of each, GPUs of the rollout server and of the drafter trainer."""
+
+    cpus: float
+    rollout_gpus: float
+    drafter_gpus: float
+
+    @property
+    def borrows(self) -> bool:
+        return self.rollout_gpus > 1 and not self.drafter_gpus
+
+
+def slot_share(config: ClusterConfig) -> SlotShare:
+    """Up to one GPU is halved between the two. Of several, which Ray hands out whole only, the rollout server takes all
+    and the drafter trainer works on its first one."""
+    place = config.placement
+    if not needs_drafter(config):
+        return SlotShare(place.cpus_per_slot, place.gpus_per_slot, 0.0)
+    if place.gpus_per_slot > 1:
+        return SlotShare(place.cpus_per_slot / 2, place.gpus_per_slot, 0.0)
+    return SlotShare(place.cpus_per_slot / 2, place.gpus_per_slot / 2, place.gpus_per_slot / 2)
 
 
 def bundles(config: ClusterConfig) -> list[dict[str, float]]:

@@ -377,6 +377,9 @@ class ClusterConfig(Section):
 
     def _placement_problems(self) -> Iterator[str]:
         place = self.placement
+        for key, gpus in (("gpus_per_slot", place.gpus_per_slot), ("policy_gpus", place.policy_gpus)):
+            if gpus > 1 and gpus != int(gpus):
+                yield f"placement.{key} {gpus:g}: Ray hands out parts of one GPU, or several whole ones: round it"
         if place.mode == "local":
             if place.address is not None:
                 yield "placement.address names a Ray cluster: set placement.mode: ray, or leave address out"

@@ -20,6 +20,13 @@ def test_a_slot_is_one_bundle_that_server_and_trainer_share() -> None:
     assert plans["policy"].restarts == 0 and plans["rollout-0"].restarts == config.coordinator.max_restarts
 
 
+def test_of_several_gpus_the_server_takes_all_and_lends_the_trainer_one() -> None:
+    plans = {p.name: p for p in plan_actors(tiny_config(placement={"gpus_per_slot": 2.0}))}
+    assert (plans["rollout-1"].gpus, plans["rollout-1"].borrows_gpu) == (2.0, False)
+    assert (plans["drafter-1"].gpus, plans["drafter-1"].borrows_gpu) == (0.0, True)
+    assert not any(p.borrows_gpu for p in plan_actors(tiny_config(placement={"gpus_per_slot": 1.0})))
+
+
 def test_without_an_eagle_strategy_no_drafter_trainer_is_started() -> None:
     config = tiny_config(speculation={"selector": {"type": "fixed"}})
     assert {p.name for p in plan_actors(config)} == {"rollout-0", "rollout-1", "policy", "reward"}

@@ -90,6 +90,7 @@ def test_what_sglang_runs(chosen: str, method: str) -> None:
             "set placement.gpus_per_slot to tp",
         ),
         (["placement.gpus_per_slot=0"], "an SGLang engine with tp 1 needs GPUs", "below 1 when slots share a GPU"),
+        (["placement.gpus_per_slot=1.5"], "placement.gpus_per_slot 1.5: Ray hands out parts of one GPU", "round it"),
     ],
 )
 def test_what_sglang_cannot_have(overrides: list[str], problem: str, remedy: str) -> None:
