@@ -25,7 +25,7 @@ from actors.policy import PolicyActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from deploy.inputs import load_inputs
-from deploy.placement import ActorPlan, actor_env, bundles, check_resources, machine_cpus, plan_actors
+from deploy.placement import TRAINER_ENV, ActorPlan, actor_env, bundles, check_resources, machine_cpus, plan_actors
 from deploy.processes import descendants, end_processes
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Inputs
@@ -162,7 +162,7 @@ def _gpu_ids() -> list[str]:
 
 
 def _start(plan: ActorPlan, config: ClusterConfig, group: Any, lent: Mapping[int, str]) -> Any:
-    env = actor_env(plan.threads)
+    env = actor_env(plan.threads) | (TRAINER_ENV if plan.kind in ("policy", "drafter") else {})
     if plan.borrows_gpu and plan.slot is not None:
         env["CUDA_VISIBLE_DEVICES"] = lent[plan.slot]
     options: dict[str, Any] = {

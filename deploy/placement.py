@@ -114,5 +114,10 @@ def actor_env(threads: int) -> dict[str, str]:
     }
 
 
+# Batches of ever new lengths leave holes in torch's fixed segments; these grow and shrink. Not for rollout servers:
+# they hand weights to their engine as CUDA memory of another process.
+TRAINER_ENV = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
 def machine_cpus() -> int:
     return os.cpu_count() or 1

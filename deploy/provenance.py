@@ -10,20 +10,27 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+ARCHIVED = "$Format:%H$"  # `git archive` puts the commit here (.gitattributes)
 
 
 def provenance() -> dict[str, Any]:
-    """Keys commit (None outside a checkout), dirty, card, processor, torch, python."""
-    commit = _git("rev-parse", "HEAD")
-    status = _git("status", "--porcelain")
+    """Keys commit and dirty (None where neither a checkout nor an archive tells), card, processor, torch, python."""
+    commit, dirty = _source()
     return {
         "commit": commit,
-        "dirty": bool(status) if status is not None else None,
+        "dirty": dirty,
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "processor": _processor(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def _source() -> tuple[str | None, bool | None]:
+    if not ARCHIVED.startswith("$"):
+        return ARCHIVED, None
+    status = _git("status", "--porcelain")
+    return _git("rev-parse", "HEAD"), None if status is None else bool(status)
 
 
 def _git(*arguments: str) -> str | None:

@@ -19,7 +19,7 @@ from services.drafter.packing import check_states
 from services.drafter.progress import summarise
 from services.drafter.state import DrafterState, check_state
 from services.drafter.trainer import DrafterTrainer, MicroStep
-from services.models.device import pick_device
+from services.models.device import free_cache, pick_device
 from services.models.files import model_dir, read_config
 from services.models.hidden import HiddenStates
 from services.models.layers import model_spec
@@ -90,9 +90,11 @@ class DrafterService:
         return self._buffer.sample(self._trainer.config.pack_tokens, rng)
 
     def snapshot(self, epoch: int) -> tuple[int, DrafterState]:
-        """(total_steps, a copy of the state) for the next `begin`, here or in another slot."""
+        """(total_steps, a copy of the state) for the next `begin`, here or in another slot. A lease ends with it."""
         self._check(epoch)
-        return self._trainer.total_steps, self._trainer.state()
+        state = self._trainer.state()
+        free_cache(self._trainer.device)
+        return self._trainer.total_steps, state
 
     def export(self, state: DrafterState) -> tuple[int, dict[str, Tensor]]:
         """(number of tensors, the trainable tensors only), as rollout servers load them."""
@@ -108,7 +110,9 @@ class DrafterService:
         tensors = evenly(tensors, ESTIMATE_TOKENS)
         for state in drafters.values():
             check_state(state, self._trainer.method)
-        return [self._trainer.estimate(name, state["tensors"], tensors) for name, state in drafters.items()]
+        estimates = [self._trainer.estimate(name, state["tensors"], tensors) for name, state in drafters.items()]
+        free_cache(self._trainer.device)
+        return estimates
 
     def _check(self, epoch: int) -> None:
         if not self._begun or epoch != self._epoch:

@@ -21,3 +21,10 @@ def pick_device(word: str) -> torch.device:
 
 def pick_dtype(word: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[word]
+
+
+def free_cache(device: torch.device) -> None:
+    """Give the GPU back what torch's allocator keeps for later: rollout servers and trainers share one, and who does
+    not compute should hold no more than its weights."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

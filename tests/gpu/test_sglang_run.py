@@ -35,17 +35,26 @@ def gpu_bytes() -> int:
     return int(out.split()[0]) * 2**20
 
 
+def gpu_processes() -> list[str]:
+    """Who holds how much; empty where the driver does not tell."""
+    command = ["nvidia-smi", "--query-compute-apps=pid,name,used_memory", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+
+
 @dataclass
 class Watcher(Recorder):
     """Notes the GPU's memory after every step and kills an engine's scheduler process once."""
 
     processes: dict[str, int] = field(default_factory=dict)
     memory: dict[int, int] = field(default_factory=dict)
+    holders: dict[int, list[str]] = field(default_factory=dict)
     killed: list[int] = field(default_factory=list)
 
     def step(self, metrics: StepMetrics) -> None:
         super().step(metrics)
         self.memory[metrics.step] = gpu_bytes()
+        if metrics.step in (5, CALM_STEPS):
+            self.holders[metrics.step] = gpu_processes()
         print(
             f"step {metrics.step} reward {metrics.reward_mean:.3f} acceptance {metrics.acceptance_length} "
             f"rollout {metrics.rollout_s:.1f} s policy {metrics.policy_s:.1f} s publish {metrics.publish_s:.1f} s "
@@ -83,7 +92,9 @@ def watcher(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Watcher:
         for m in watcher.steps
     ]  # fmt: skip
     events = [f"{e.at_s:.1f} {e.kind} {e.subject}: {e.message[:160]}" for e in watcher.events]
-    record = {"provenance": provenance(), "summary": summary, "steps": steps, "events": events}
+    record = {
+        "provenance": provenance(), "summary": summary, "steps": steps, "events": events, "holders": watcher.holders
+    }  # fmt: skip
     out = Path(os.environ.get("OUT") or RESULTS) / "sglang_run.json"
     out.write_text(json.dumps(record, indent=1, default=str) + "\n")
     return watcher
