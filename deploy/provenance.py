@@ -14,12 +14,14 @@ ARCHIVED = "$Format:%H$"  # `git archive` puts the commit here (.gitattributes)
 
 
 def provenance() -> dict[str, Any]:
-    """Keys commit and dirty (None where neither a checkout nor an archive tells), card, processor, torch, python."""
+    """Keys commit and dirty (None where neither a checkout nor an archive tells), card and driver ("none" without one),
+    processor, torch, python."""
     commit, dirty = _source()
     return {
         "commit": commit,
         "dirty": dirty,
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "driver": _driver() if torch.cuda.is_available() else "none",
         "processor": _processor(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -39,6 +41,11 @@ def _git(*arguments: str) -> str | None:
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None  # no git, or not answering: the measurement is still worth printing
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
 
 
 def _processor() -> str:

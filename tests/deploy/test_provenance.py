@@ -6,7 +6,11 @@ import subprocess
 import tarfile
 from pathlib import Path
 
+import pytest
+
 from deploy.provenance import ROOT, provenance
+
+pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
 
 
 def git(*arguments: str) -> bytes:

@@ -20,6 +20,10 @@ class Case:
     drafter_folder: str = ""
 
     @property
+    def releases(self) -> bool:
+        return set(RELEASING) <= set(self.overrides)
+
+    @property
     def drafts(self) -> bool:
         return self.name != "off"
 
@@ -33,12 +37,13 @@ def _strategy(drafter: str, depth: int, topk: int, nodes: int, sampled: bool = F
 
 
 EAGLE3 = ("drafter.method=eagle3",)
+RELEASING = ("rollout.engine.release_memory=true",)
 CASES = {
     case.name: case
     for case in (
         Case("off", _strategy("off", 0, 1, 1)),
         Case("eagle", _strategy("eagle", 3, 1, 4, sampled=True), "drafter"),
-        Case("eagle_argmax", _strategy("eagle", 3, 1, 4), "drafter"),
+        Case("eagle_argmax", (*RELEASING, *_strategy("eagle", 3, 1, 4)), "drafter"),
         Case("eagle_tree", _strategy("eagle", 4, 4, 12), "drafter"),
         Case("eagle3", (*EAGLE3, *_strategy("eagle", 3, 1, 4, sampled=True)), "drafter-eagle3"),
         Case("ngram", _strategy("ngram", 4, 1, 5)),

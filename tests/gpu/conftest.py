@@ -102,11 +102,6 @@ def results(model: Path) -> Iterator[dict[str, Any]]:
     yield figures
     config = read_config(model / "target")
     shape = {k: config[k] for k in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
-    record = {"provenance": provenance() | {"driver": _driver()}, "model": shape, "figures": figures}
+    record = {"provenance": provenance(), "model": shape, "figures": figures}
     out = Path(os.environ.get("OUT") or RESULTS) / "sglang_engine.json"
     out.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]

@@ -48,15 +48,25 @@ class Reference:
 
     @cached_property
     def prefixes(self) -> list[list[int]]:
-        """Where the next tokens are most uncertain: prompt + part of a sampled response, cut before a surprise."""
+        """Where the next tokens are least certain: prompt + part of a sampled response, cut where the model's entropy
+        over two tokens is largest. A well trained model is sure of nearly all."""
         rollouts = self.sample(self.heldout[:16], SamplingParams(max_tokens=256, stop_token_ids=(self.eos,)), 1)
         best: list[tuple[float, list[int]]] = []
-        for prompt, ids, logprobs in rollouts:
-            sums = [logprobs[t] + logprobs[t + 1] for t in range(4, len(ids) - 3)]
-            if sums:
-                at = min(range(len(sums)), key=sums.__getitem__) + 4
-                best.append((sums[at - 4], prompt + ids[:at]))
-        return [prefix for _, prefix in sorted(best)[:PREFIXES]]
+        for prompt, ids, _ in rollouts:
+            entropy = torch.distributions.Categorical(logits=self.logits(prompt, ids)).entropy()
+            if len(ids) > 1:
+                value, at = (entropy[:-1] + entropy[1:]).max(0)
+                best.append((float(value), prompt + ids[: int(at)]))
+        return [prefix for _, prefix in sorted(best, reverse=True)[:PREFIXES]]
+
+    @cached_property
+    def draws(self) -> list[list[tuple[int, ...]]]:
+        """DRAWS continuations of three tokens per prefix, by the native engine."""
+        sampling = SamplingParams(max_tokens=3)
+        return [
+            [tuple(ids) for _, ids, _ in self.sample([prefix] * DRAWS, sampling, seed=50 + i)]
+            for i, prefix in enumerate(self.prefixes)
+        ]
 
     def sample(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, seed: int

@@ -23,7 +23,7 @@ from tests.gpu.cases import CASES, Case, case_config
 
 EPOCH = 1
 MID_FACTOR = 0.7
-MID_LEAST = 8  # responses that must be under way when the policy changes
+MID_LEAST, MID_TOKENS = 8, 64  # responses under way, and tokens each has, when the policy changes
 
 
 class Probe:
@@ -143,7 +143,7 @@ def mid_response(probe: Probe) -> Any:
     probe.submit(probe.prompts["long"], sampling, seed=777)
     at_load: dict[str, int] = {}
     early = 0
-    while len(at_load) + early < 16:
+    while len(at_load) + early < 16 or min(at_load.values(), default=MID_TOKENS) < MID_TOKENS:
         report = probe.service.advance(0.02, EPOCH)
         early += len(report.finished)
         at_load = {r.rollout_id: r.num_tokens for r in report.running}
@@ -160,6 +160,19 @@ def mid_response(probe: Probe) -> Any:
         "tokens_at_load": [at_load[r.rollout_id] for r in rollouts],
         "rollouts": [_short(r) for r in rollouts],
     }
+
+
+def memory(probe: Probe) -> Any:
+    """The same prompts before and after the engine's memory was lent out and taken back."""
+    if not probe.case.releases:
+        return None
+    sampling = SamplingParams(temperature=0.0, max_tokens=128, stop_token_ids=(probe.prompts["eos"],))
+    prompts, service = probe.prompts["heldout"][:16], probe.service
+    before = [_short(r) for r in probe.generate(prompts, sampling)]
+    released = service.switch_memory(True, EPOCH)
+    resumed = service.switch_memory(False, EPOCH)
+    after = [_short(r) for r in probe.generate(prompts, sampling)]
+    return {"released": asdict(released), "resumed": asdict(resumed), "before": before, "after": after}
 
 
 def stop_strings(probe: Probe) -> Any:
@@ -190,7 +203,7 @@ def _short(rollout: Rollout) -> dict[str, Any]:
 
 PROBES: dict[str, Callable[[Probe], Any]] = {
     "greedy": greedy, "sampled": sampled, "loads": loads, "distribution": distribution, "mid_response": mid_response,
-    "stop_strings": stop_strings,
+    "stop_strings": stop_strings, "memory": memory,
 }  # fmt: skip
 
 
