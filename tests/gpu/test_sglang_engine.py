@@ -141,6 +141,22 @@ def test_a_policy_loaded_mid_response(case: str, probes: Probes, reference: Refe
     assert means["after_load_if_old"] > 5 * means["after_load"], "the two policies are too alike to tell them apart"
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_cached_prefix_changes_nothing(
+    case: str, probes: Probes, reference: Reference, results: dict[str, Any]
+) -> None:
+    """Rows 11 and 21: the drafter's keys and values of a prefix hit are there too, and logprobs are those of the model."""
+    got = found(probes, case, "prefix")
+    cold, figures = got["cold"], {"acceptance_cold": round(acceptance(got["cold"]), 3)}
+    for name, base in (("warm", cold), ("together", [r for r in cold for _ in range(3)])):
+        compared = compare_greedy(reference, base, got[name])
+        figures[name] = {k: v for k, v in compared.items() if k != "margins"}
+        figures[name]["acceptance"] = round(acceptance(got[name]), 3)
+        assert compared["real"] == 0, compared
+        assert figures[name]["acceptance"] > 0.9 * figures["acceptance_cold"]
+    results.setdefault("prefix", {})[case] = figures
+
+
 @pytest.mark.parametrize("case", RELEASING)
 def test_memory_lent_and_taken_back(case: str, probes: Probes, reference: Reference, results: dict[str, Any]) -> None:
     """Row 24: weights of policy and drafter survive. The bytes are the GPU's, on which other engines run too."""

@@ -24,6 +24,7 @@ from tests.gpu.cases import CASES, Case, case_config
 EPOCH = 1
 MID_FACTOR = 0.7
 MID_LEAST, MID_TOKENS = 8, 64  # responses under way, and tokens each has, when the policy changes
+PREFIX_TOKENS = 600
 
 
 class Probe:
@@ -162,6 +163,23 @@ def mid_response(probe: Probe) -> Any:
     }
 
 
+def prefix(probe: Probe) -> Any:
+    """Some 500 tokens of context each, first with an empty prefix cache (a policy load empties it), then again, then
+    several of the same context at once."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=96)
+    longest = sorted(probe.found["sampled"]["rollouts"], key=lambda r: len(r["ids"]))[-8:]
+    contexts = [(r["prompt_ids"] + r["ids"])[:PREFIX_TOKENS] for r in longest]
+    probe.service.load_policy(4, probe.target, EPOCH)
+    cold = probe.generate(contexts, sampling)
+    warm = probe.generate(contexts, sampling)
+    together = probe.generate([c for c in contexts for _ in range(3)], sampling)
+    return {
+        "cold": [_short(r) for r in cold],
+        "warm": [_short(r) for r in warm],
+        "together": [_short(r) for r in together],
+    }
+
+
 def memory(probe: Probe) -> Any:
     """The same prompts before and after the engine's memory was lent out and taken back."""
     if not probe.case.releases:
@@ -203,7 +221,7 @@ def _short(rollout: Rollout) -> dict[str, Any]:
 
 PROBES: dict[str, Callable[[Probe], Any]] = {
     "greedy": greedy, "sampled": sampled, "loads": loads, "distribution": distribution, "mid_response": mid_response,
-    "stop_strings": stop_strings, "memory": memory,
+    "stop_strings": stop_strings, "prefix": prefix, "memory": memory,
 }  # fmt: skip
 
 
