@@ -145,7 +145,7 @@ def test_a_policy_loaded_mid_response(case: str, probes: Probes, reference: Refe
 def test_a_cached_prefix_changes_nothing(
     case: str, probes: Probes, reference: Reference, results: dict[str, Any]
 ) -> None:
-    """Rows 11 and 21: the drafter's keys and values of a prefix hit are there too, and logprobs are those of the model."""
+    """Row 21: the drafter's keys and values of a prefix hit are there too."""
     got = found(probes, case, "prefix")
     cold, figures = got["cold"], {"acceptance_cold": round(acceptance(got["cold"]), 3)}
     for name, base in (("warm", cold), ("together", [r for r in cold for _ in range(3)])):

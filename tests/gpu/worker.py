@@ -168,7 +168,7 @@ def prefix(probe: Probe) -> Any:
     several of the same context at once."""
     sampling = SamplingParams(temperature=0.0, max_tokens=96)
     longest = sorted(probe.found["sampled"]["rollouts"], key=lambda r: len(r["ids"]))[-8:]
-    contexts = [(r["prompt_ids"] + r["ids"])[:PREFIX_TOKENS] for r in longest]
+    contexts = [(r["prompt_ids"] + r["ids"][:-8])[:PREFIX_TOKENS] for r in longest]  # some way before the end
     probe.service.load_policy(4, probe.target, EPOCH)
     cold = probe.generate(contexts, sampling)
     warm = probe.generate(contexts, sampling)
