@@ -81,6 +81,10 @@ class _Client:
         refs: list[Any] = getattr(self._handle, method).options(num_returns=count).remote(*args)
         return refs
 
+    def _with_blob(self, method: str, *args: Any) -> tuple[RayCall, Blob]:
+        answer, blob = self._refs(method, 2, *args)
+        return RayCall(answer, self.name, method), Blob(blob)
+
 
 class RayRolloutClient(_Client):
     def open_epoch(self, epoch: int) -> RayCall:
@@ -100,6 +104,9 @@ class RayRolloutClient(_Client):
 
     def set_strategy(self, name: str | None, epoch: int) -> RayCall:
         return self._control("set_strategy", name, epoch)
+
+    def take_states(self, step: int, epoch: int) -> tuple[Pending[HiddenStateChunk], Blob]:
+        return self._with_blob("take_states", step, epoch)
 
 
 class RayDrafterClient(_Client):
@@ -127,10 +134,6 @@ class RayDrafterClient(_Client):
     def estimate(self, drafters: dict[str, Blob], blob: Blob) -> RayCall:
         return self._call("estimate", tuple(drafters), blob, *drafters.values())
 
-    def _with_blob(self, method: str, *args: Any) -> tuple[RayCall, Blob]:
-        count, blob = self._refs(method, 2, *args)
-        return RayCall(count, self.name, method), Blob(blob)
-
 
 class RayPolicyClient(_Client):
     def train_step(self, batch: TrainBatch) -> tuple[Pending[Any], Pending[Any], Blob]:
@@ -139,8 +142,7 @@ class RayPolicyClient(_Client):
         return RayCall(report, self.name, "train_step"), RayCall(chunk, self.name, "train_step"), Blob(blob)
 
     def publish(self) -> tuple[Pending[int], Blob]:
-        version, blob = self._refs("publish", 2)
-        return RayCall(version, self.name, "publish"), Blob(blob)
+        return self._with_blob("publish")
 
 
 class RayRewardClient(_Client):

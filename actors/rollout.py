@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.config.schema import ClusterConfig
-from services.core.types import GroupWork, MemorySwitch, ServedVersions, ServerReport
+from services.core.types import GroupWork, HiddenStateChunk, MemorySwitch, ServedVersions, ServerReport
+from services.models.hidden import HiddenStates
 from services.rollout.service import build_rollout_service
 
 
@@ -32,6 +33,9 @@ class RolloutActor:
 
     def load_drafter(self, version: int, tensors: Mapping[str, Any], epoch: int) -> ServedVersions:
         return self._service.load_drafter(version, tensors, epoch)
+
+    def take_states(self, step: int, epoch: int) -> tuple[HiddenStateChunk, list[HiddenStates]]:
+        return self._service.take_states(step, epoch)
 
     def switch_memory(self, release: bool, epoch: int) -> MemorySwitch:
         return self._service.switch_memory(release, epoch)

@@ -1,9 +1,11 @@
 """`longtail bench sglang`: what the rollout server costs on top of a bare SGLang engine, and how long versions travel.
 
 Throughput: the same prompts, greedy, through the rollout actor and through a bare `sglang.Engine` with the very same
-arguments in another actor on the same GPU; interleaved within every repeat, the first one dropped. Publishing: a
-publisher actor hands weights of a 7B shape (constant numbers) to a rollout actor with such an engine, over the object
-store, as the policy trainer and the drafter trainers do; the clock runs until the engine says that it serves them.
+arguments in another actor on the same GPU; interleaved within every repeat, the first one dropped. Capture: the rollout
+actor alone, with and without hidden states kept for the drafter, in turns, each from an empty prefix cache as after a
+policy load; handing the states over is timed by itself. Publishing: a publisher actor hands weights of a 7B shape
+(constant numbers) to a rollout actor with such an engine, over the object store, as the policy trainer and the drafter
+trainers do; the clock runs until the engine says that it serves them.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from services.rollout.sglang.build import slot_arguments
 from services.rollout.sglang.launch import start_engine
 
 BATCHES = (1, 8, 32, 64)
+CAPTURE_BATCHES = (8, 32, 64)
 NEW_TOKENS = 256
 EPOCH = 1
 STORE_7B = 40 * 10**9  # two versions of 15 GB and room
@@ -89,7 +92,7 @@ def run_bench(config: ClusterConfig, repeats: int, publishing: bool) -> dict[str
             "leave them out with --no-publish"
         )
     with ray_session(config):
-        cells = _throughput(config, repeats)
+        cells, capture = _throughput(config, repeats)
         publish = _publishing(config, repeats) if publishing else None
     return {
         "bench": "sglang",
@@ -101,35 +104,48 @@ def run_bench(config: ClusterConfig, repeats: int, publishing: bool) -> dict[str
         "repeats": repeats,
         "cells": cells,
         "actor_vs_bare_min": min(cell["ratio"] for cell in cells),
+        "capture": capture,
         "publish": publish,
     }
 
 
-def _throughput(config: ClusterConfig, repeats: int) -> list[dict[str, Any]]:
+def _throughput(config: ClusterConfig, repeats: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """(rollout server against bare engine, with against without capture). None without an EAGLE drafter."""
     inputs = load_inputs(config)
     share = config.placement.gpus_per_slot
+    captures = config.speculation.strategies[0].drafter == "eagle" and config.drafter.method == "eagle"
+    changed = config.drafter.model_copy(update={"states": "engine" if captures else "policy"})
+    config = config.model_copy(update={"drafter": changed})
     server = ray.remote(RolloutActor).options(num_gpus=share).remote(config, 0)
     bare = ray.remote(BareEngine).options(num_gpus=share).remote(config)
     try:
         wait_s = config.coordinator.start_timeout_s
         _get([server.process_id.remote(), bare.ready.remote()], wait_s, "both engines to start")
-        _load_from_disk(server, config)
+        policy = _load_from_disk(server, config)
+        stop = inputs.sampling.stop_token_ids
+        prompts = {n: [inputs.heldout[i % len(inputs.heldout)] for i in range(n)] for n in BATCHES}
         cells = []
         for batch in BATCHES:
-            prompts = [inputs.heldout[i % len(inputs.heldout)] for i in range(batch)]
-            cells.append(_cell(server, bare, prompts, inputs.sampling.stop_token_ids, repeats, config))
+            cells.append(_cell(server, bare, prompts[batch], stop, repeats, config))
             print(json.dumps(cells[-1]), flush=True)
-        return cells
+        if not captures:
+            return cells, None
+        capture = []
+        for batch in CAPTURE_BATCHES:
+            capture.append(_capture_cell(server, policy, prompts[batch], stop, repeats, config))
+            print(json.dumps({"capture": capture[-1]}), flush=True)
+        return cells, capture
     finally:
         for actor in (server, bare):
             ray.kill(actor)
 
 
-def _load_from_disk(server: Any, config: ClusterConfig) -> None:
+def _load_from_disk(server: Any, config: ClusterConfig) -> Any:
+    """A reference to the policy's weights."""
     folder, timeout_s = model_dir(config.model.path), config.coordinator.call_timeout_s
     spec = model_spec(read_config(folder))
     tensors = read_tensors(folder)
-    policy = {name: tensors[name] for name in target_names(spec)}
+    policy = ray.put({name: tensors[name] for name in target_names(spec)})
     _get(server.open_epoch.remote(EPOCH), timeout_s, "the epoch")
     _get(server.load_policy.remote(0, policy, EPOCH), timeout_s, "the policy load")
     if config.speculation.strategies[0].drafter == "eagle":
@@ -137,6 +153,7 @@ def _load_from_disk(server: Any, config: ClusterConfig) -> None:
         found = read_tensors(drafter_dir(config.model.path, method.name))
         drafter = {name: found[name] for name in method.names()}
         _get(server.load_drafter.remote(0, drafter, EPOCH), timeout_s, "the drafter load")
+    return policy
 
 
 def _cell(
@@ -160,12 +177,47 @@ def _cell(
     }  # fmt: skip
 
 
+def _capture_cell(
+    server: Any, policy: Any, prompts: Sequence[Prompt], stop: Sequence[int], repeats: int, config: ClusterConfig
+) -> dict[str, Any]:
+    timeout_s = config.coordinator.call_timeout_s
+    costs, rates, taking, bandwidth, missing = [], [], [], [], 0
+    for repeat in range(repeats + 1):
+        per_token = {}
+        for keep in (False, True) if repeat % 2 else (True, False):
+            _get(server.load_policy.remote(0, policy, EPOCH), timeout_s, "the policy load")
+            tokens, seconds, _ = _through_actor(server, prompts, stop, repeat, config, keep)
+            per_token[keep] = seconds / tokens
+            if keep:
+                started = time.monotonic()
+                pending, _ = server.take_states.options(num_returns=2).remote(repeat, EPOCH)
+                chunk = _get(pending, timeout_s, "the hidden states")
+                took, rate = time.monotonic() - started, chunk.num_bytes / seconds
+        if repeat:
+            costs.append(100 * (per_token[True] / per_token[False] - 1))
+            rates.append(1 / per_token[False])
+            taking.append(took)
+            bandwidth.append(rate)
+            missing += chunk.num_missing
+    return {
+        "batch": len(prompts), "cost_percent": round(median(costs), 2),
+        "cost_percent_spread": [round(min(costs), 2), round(max(costs), 2)],
+        "tokens_per_s_without": round(median(rates), 1), "bytes_per_s": round(median(bandwidth)),
+        "take_seconds": round(median(taking), 4), "take_bytes": chunk.num_bytes, "missing": missing,
+    }  # fmt: skip
+
+
 def _through_actor(
-    server: Any, prompts: Sequence[Prompt], stop: Sequence[int], repeat: int, config: ClusterConfig
+    server: Any,
+    prompts: Sequence[Prompt],
+    stop: Sequence[int],
+    repeat: int,
+    config: ClusterConfig,
+    keep_states: bool = False,
 ) -> tuple[int, float, float | None]:
     """(tokens, seconds, acceptance length) as the coordinator would drive it."""
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, stop_token_ids=tuple(stop))
-    work = [GroupWork(f"{repeat}.{i}", p, (0,), (i,), sampling) for i, p in enumerate(prompts)]
+    work = [GroupWork(f"{repeat}.{i}", p, (0,), (i,), sampling, keep_states) for i, p in enumerate(prompts)]
     budget_s, timeout_s = config.rollout.advance_budget_s, config.coordinator.call_timeout_s
     tokens, done, steps, accepted = 0, 0, 0, 0
     started = time.monotonic()

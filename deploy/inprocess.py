@@ -171,6 +171,10 @@ class LocalRolloutClient(_Client):
     def set_strategy(self, name: str | None, epoch: int) -> LocalCall:
         return self._control("set_strategy", name, epoch)
 
+    def take_states(self, step: int, epoch: int) -> tuple[Pending[HiddenStateChunk], Blob]:
+        call = self._service.call("take_states", step, epoch)
+        return _Part(call, 0), Blob(_Part(call, 1))
+
 
 class LocalDrafterClient(_Client):
     def begin(self, state: Blob, epoch: int) -> LocalCall:

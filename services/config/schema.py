@@ -4,12 +4,13 @@ on the root and say the remedy. Standard library and pydantic only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from services.config.engine_args import engine_arg_problems
 from services.config.section import Section
 from services.config.warmup import WarmupConfig
 
@@ -94,27 +95,10 @@ class SGLangEngine(Section):
     deterministic: bool = False
     stream_interval: int = Field(32, ge=1)  # tokens between two pieces of news of a running request, roughly
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: start on random weights, the run's arrive anyway
+    # Pinned host memory for hidden states (drafter.states: engine): what does not fit is lost to the drafter, and told.
+    capture_bytes: int = Field(2**30, ge=2**20)
     release_memory: bool = False  # the KV cache and the weights can be released while the slot's GPU is lent out
     engine_args: dict[str, int | float | bool | str] = Field(default_factory=dict)  # further arguments of sglang.Engine
-
-
-# Arguments of sglang.Engine that the rest of this tree decides, by how they begin.
-_OWN_ENGINE_ARGS = (
-    "model_path", "speculative_", "tp_size", "max_running_requests", "context_length", "mem_fraction_static",
-    "max_total_tokens", "attention_backend", "enable_deterministic_inference", "random_seed", "skip_tokenizer_init",
-    "stream_interval", "enable_memory_saver", "enable_weights_cpu_backup", "enable_draft_weights_cpu_backup",
-    "base_gpu_id", "custom_", "load_format", "dp_size", "pp_size", "dtype",
-    "preferred_sampling_params", "incremental_streaming_output",  # another distribution; news in pieces
-)  # fmt: skip
-
-
-def engine_arg_problems(arguments: Iterable[str]) -> Iterator[str]:
-    for name in arguments:
-        if name.startswith(_OWN_ENGINE_ARGS):
-            yield (
-                f"rollout.engine.engine_args.{name} is decided by the rest of the configuration (a lossy acceptance "
-                "threshold could slip in here otherwise): remove it"
-            )
 
 
 class RolloutConfig(Section):
@@ -220,11 +204,13 @@ class PolicyConfig(Section):
 
 class DrafterConfig(Section):
     """The drafter and its online training in idle slots. `aux_layers` (EAGLE-3): the target layers whose outputs it
-    reads, counted from 0; empty: three chosen by the target's depth."""
+    reads, counted from 0; empty: three chosen by the target's depth. `states`: the hidden states to learn from come
+    from the policy trainer's forward pass, or from the SGLang engines, which computed them while they generated."""
 
     method: Literal["eagle", "eagle3"] = "eagle"
     aux_layers: tuple[int, ...] = ()
     train: bool = True
+    states: Literal["policy", "engine"] = "policy"
     learning_rate: float = Field(3e-4, gt=0)
     grad_clip: float = Field(0.5, gt=0)
     feature_weight: float = Field(0.2, ge=0)  # smooth-L1 on hidden states; EAGLE-3 matches distributions only
@@ -299,6 +285,7 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> ClusterConfig:
         problems = [*self._engine_problems(), *self._training_problems(), *self._placement_problems()]
+        problems += self._states_problems()
         if problems:
             raise ValueError("\n".join(problems))  # one a line: the loader tells each by itself
         return self
@@ -360,6 +347,19 @@ class ClusterConfig(Section):
         if self.run.compare_prompts:
             yield "run.compare_prompts switches strategies, an SGLang engine runs one: set it to 0"
         yield from engine_arg_problems(engine.engine_args)
+
+    def _states_problems(self) -> Iterator[str]:
+        if self.drafter.states == "policy":
+            return
+        if not isinstance(self.rollout.engine, SGLangEngine):
+            yield "drafter.states: engine needs rollout.engine.type: sglang; or set drafter.states: policy"
+        if all(s.drafter != "eagle" for s in self.speculation.strategies):
+            yield "drafter.states: engine needs a strategy with drafter 'eagle'; or set drafter.states: policy"
+        if self.drafter.method != "eagle":
+            yield (
+                f"drafter.states: engine: an engine with an {self.drafter.method} drafter keeps the states of the aux "
+                "layers without the last one, which the drafter is trained towards: set drafter.states: policy"
+            )
 
     def _training_problems(self) -> Iterator[str]:
         if self.rollout.group_size < 2:

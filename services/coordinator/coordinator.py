@@ -98,6 +98,7 @@ class Coordinator:
         self._summary = Summary()
         self._facts = StepFacts()
         self._fleet = Fleet(services.rollout, self._leases, self._calls, clock, self._patience, self._tell)
+        self._engine_states = config.drafter.states == "engine"
         self._drafting = self._make_drafting()
         self._phase = self._make_phase()
         self._scoring = Scoring(services.reward, self._calls, clock, self._patience, self._tell)
@@ -146,7 +147,8 @@ class Coordinator:
 
     def generate(self, step: int, prompts: Sequence[Prompt]) -> Iterator[FinishedGroup]:
         rollout = self._config.rollout
-        works = make_work(prompts, f"step{step:05d}", rollout.group_size, self._inputs.sampling, self._config.run.seed)
+        label, sampling, seed = f"step{step:05d}", self._inputs.sampling, self._config.run.seed
+        works = make_work(prompts, label, rollout.group_size, sampling, seed, self._engine_states)
         self._facts = StepFacts()
         self._drafting.progress = []
         self._timeline.enter(f"step {step}")
@@ -157,6 +159,11 @@ class Coordinator:
             yield from self._phase.generate(works, draft=True)
         self._facts.slot_seconds = self._timeline.close_window()
         self._facts.drafter = tuple(self._drafting.progress)
+        if self._engine_states:
+            with self._timed("rollout"):
+                taken = self._fleet.take_states(step)
+            for chunk, blob in taken:
+                self._drafting.add_chunk(chunk, blob)
 
     def score(self, group: FinishedGroup) -> None:
         self._scoring.submit(group)
@@ -179,10 +186,11 @@ class Coordinator:
         policy = self._services.policy
         self._board.enter("policy")
         with self._timed("policy"), self._timeline.span("policy", "policy"):
-            report, chunk, blob = policy.train_step(batch)
+            report, pending, blob = policy.train_step(batch)
             self._facts.policy = self._ask_policy(report)
-            self._facts.chunk = self._ask_policy(chunk)
-        self._drafting.add_chunk(self._facts.chunk, blob)
+            chunk = self._ask_policy(pending)
+        if not self._engine_states:
+            self._drafting.add_chunk(chunk, blob)
         self._drafting.estimate()
 
     def publish_policy(self) -> None:

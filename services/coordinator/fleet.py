@@ -15,7 +15,7 @@ from services.coordinator.calls import Calls
 from services.coordinator.leases import SERVING, LeaseBook
 from services.core.errors import ServiceLostError, WeightError
 from services.core.protocols import Blob, Clock, Pending, RolloutClient
-from services.core.types import RunEvent, ServedVersions, SlotState
+from services.core.types import HiddenStateChunk, RunEvent, ServedVersions, SlotState
 
 # How long to let a restarting process be before asking again whether it is there.
 PROBE_PAUSE_S = 0.5
@@ -117,6 +117,32 @@ class Fleet:
             self._tell("version_mismatch", name, message)
             raise WeightError(f"{message}: stop here rather than train on rollouts of unknown weights")
 
+    def take_states(self, step: int) -> list[tuple[HiddenStateChunk, Blob]]:
+        """The hidden states that the servers kept since the last call, of those that have any; slots are IDLE before
+        and after. What a server kept that is lost meanwhile is lost with it."""
+        taken: list[tuple[HiddenStateChunk, Blob]] = []
+        asked = self._leases.in_state(SlotState.IDLE)
+        for slot in asked:
+            self._take_states(slot, step, taken)
+        while any(self._leases.state(slot) in SERVING for slot in asked):
+            self._calls.turn()
+        return taken
+
+    def _take_states(self, slot: int, step: int, taken: list[tuple[HiddenStateChunk, Blob]]) -> None:
+        client = self.servers[slot]
+        lease = self._leases.change(slot, SlotState.ROLLOUT, self._leases[slot].epoch, self._clock())
+        self._post(slot, client.open_epoch(lease.epoch), lambda _: self._heard(slot, lease.epoch))
+        pending, blob = client.take_states(step, lease.epoch)
+
+        def told(chunk: HiddenStateChunk) -> None:
+            self.release(slot)
+            if chunk.num_sequences:
+                taken.append((chunk, blob))
+            if chunk.num_missing or chunk.lost_bytes:
+                self._tell("states_dropped", client.name, _say_missing(chunk))
+
+        self._post(slot, pending, told)
+
     # ------------------------------------------------------------------ losing and getting back
 
     def lose(self, slot: int, reason: str) -> None:
@@ -203,3 +229,10 @@ class Fleet:
 
 def _say(versions: ServedVersions) -> str:
     return f"policy version {versions.policy} and drafter version {versions.drafter}"
+
+
+def _say_missing(chunk: HiddenStateChunk) -> str:
+    message = f"hidden states of {chunk.num_missing} rollouts are missing or cut short"
+    if not chunk.lost_bytes:
+        return message
+    return f"{message}: {chunk.lost_bytes} bytes found no room, raise rollout.engine.capture_bytes"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.core.types import FinishReason, GroupWork, Prompt, Rollout
 
@@ -123,4 +123,4 @@ class Ledger:
 
 def _subset(work: GroupWork, keep: set[int]) -> GroupWork:
     pairs = [(i, s) for i, s in zip(work.indices, work.seeds, strict=True) if i in keep]
-    return GroupWork(work.group_id, work.prompt, tuple(i for i, _ in pairs), tuple(s for _, s in pairs), work.sampling)
+    return replace(work, indices=tuple(i for i, _ in pairs), seeds=tuple(s for _, s in pairs))

@@ -4,8 +4,8 @@
                        ^                                                                         │
                        └─────────────────────────────────────────────────────────────────────────┘
 
-    drafter loop    hidden states of train_step ─> buffer ─> train in idle slots ─> publish ─> load
-                    (already computed)                       (inside generate)
+    drafter loop    hidden states of train_step or generate ─> buffer ─> train in idle slots ─> publish ─> load
+                    (already computed)                                   (inside generate)
 
 Who waits for whom:
 

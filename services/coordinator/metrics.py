@@ -10,7 +10,6 @@ from services.core.types import (
     AcceptanceEstimate,
     DrafterProgress,
     Group,
-    HiddenStateChunk,
     PolicyStepReport,
     SlotState,
     StepMetrics,
@@ -26,7 +25,6 @@ class StepFacts:
     groups: Sequence[Group] = ()
     zero_variance_fraction: float = 0.0
     policy: PolicyStepReport | None = None
-    chunk: HiddenStateChunk | None = None
     drafter: Sequence[DrafterProgress] = ()
     drafter_version: int = 0
 

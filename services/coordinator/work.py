@@ -16,7 +16,12 @@ def rollout_seed(run_seed: int, label: str, position: int, index: int) -> int:
 
 
 def make_work(
-    prompts: Sequence[Prompt], label: str, group_size: int, sampling: SamplingParams, run_seed: int
+    prompts: Sequence[Prompt],
+    label: str,
+    group_size: int,
+    sampling: SamplingParams,
+    run_seed: int,
+    keep_states: bool = False,
 ) -> list[GroupWork]:
     """One GroupWork per prompt; group ids are `<label>/<position>`."""
     indices = tuple(range(group_size))
@@ -27,6 +32,7 @@ def make_work(
             indices=indices,
             seeds=tuple(rollout_seed(run_seed, label, position, i) for i in indices),
             sampling=sampling,
+            keep_states=keep_states,
         )
         for position, prompt in enumerate(prompts)
     ]

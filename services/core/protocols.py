@@ -69,6 +69,10 @@ class RolloutClient(Protocol):
     def set_strategy(self, name: str | None, epoch: int) -> Pending[None]:
         """Force one strategy by name ("off", "eagle_3_1_4", ...); None gives the choice back to the selector."""
 
+    def take_states(self, step: int, epoch: int) -> tuple[Pending[HiddenStateChunk], Blob]:
+        """The hidden states kept since the last call, of the rollouts whose work asked for it; the server forgets them.
+        ConfigError from an engine that keeps none."""
+
     def process_id(self) -> Pending[int]: ...
 
 

@@ -45,7 +45,7 @@ class GroupWork:
     """The unit handed to a rollout server: some or all rollouts of one prompt, sharing one prefill.
 
     `indices[i]` in [0, group_size) with `seeds[i]` names each rollout; a re-dispatch after a loss carries the missing
-    indices only.
+    indices only. `keep_states`: the engine keeps the target's hidden states of these rollouts for the drafter.
     """
 
     group_id: str
@@ -53,6 +53,7 @@ class GroupWork:
     indices: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: SamplingParams
+    keep_states: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.indices) == len(self.seeds) > 0
@@ -70,11 +71,9 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceStats:
-    """Speculation accounting of one rollout (or a sum of several).
-
-    `histogram[k]` counts verify steps that accepted k draft tokens (bonus excluded); `proposed` counts draft tokens
-    offered; `steps_by_strategy` counts verify steps per strategy name, OFF decode steps under "off".
-    """
+    """Speculation accounting of one rollout (or a sum of several). `histogram[k]` counts verify steps that accepted k
+    draft tokens (bonus excluded); `proposed` counts draft tokens offered; `steps_by_strategy` counts verify steps per
+    strategy name, OFF decode steps under "off"."""
 
     histogram: tuple[int, ...] = ()
     proposed: int = 0
@@ -246,13 +245,16 @@ class PolicyStepReport:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStateChunk:
-    """Handle of hidden states that stay where they are; the `Blob` beside it resolves to them."""
+    """Handle of hidden states that stay where they are; the `Blob` beside it resolves to them. `num_missing` rollouts
+    came without their states, or with the first part of them; `lost_bytes` found no room in an engine's buffer."""
 
     policy_version: int
     step: int
     num_sequences: int
     num_tokens: int
     num_bytes: int
+    num_missing: int = 0
+    lost_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,11 +272,9 @@ class DrafterProgress:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceEstimate:
-    """Offline, teacher-forced acceptance of one drafter on given rollouts.
-
-    `per_depth[k]`: mean sum of min(target_probs, draft_probs) at depth k + 1; `acceptance_length`: the expected
-    tokens per verify step of a chain of that depth, bonus included.
-    """
+    """Offline, teacher-forced acceptance of one drafter on given rollouts. `per_depth[k]`: mean sum of
+    min(target_probs, draft_probs) at depth k + 1; `acceptance_length`: the expected tokens per verify step of a chain
+    of that depth, bonus included."""
 
     drafter: str
     per_depth: tuple[float, ...]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from services.config.schema import ClusterConfig
 from services.core.protocols import Clock
 from services.core.types import HiddenStateChunk, PolicyStepReport, TrainBatch
-from services.models.device import pick_device, pick_dtype
+from services.models.device import free_cache, pick_device, pick_dtype
 from services.models.files import model_dir, read_config
 from services.models.hidden import HiddenStates
 from services.models.layers import ModelSpec, model_spec
@@ -35,6 +35,7 @@ class PolicyService:
     def train_step(self, batch: TrainBatch) -> tuple[PolicyStepReport, HiddenStateChunk, list[HiddenStates]]:
         """One update. The hidden states are those of the version before it; see PolicyTrainer.train_step."""
         step = self._trainer.train_step(batch)
+        free_cache(self._trainer.device)
         return step.report, step.chunk, step.hidden
 
     @torch.no_grad()
@@ -68,5 +69,6 @@ def build_policy_service(config: ClusterConfig, clock: Clock = time.monotonic) -
     dtype = pick_dtype(config.model.dtype)
     autocast = None if dtype == torch.float32 else dtype
     aux_layers = drafter_method(config.drafter, spec).aux_layers
-    trainer = PolicyTrainer(load_policy_model(config.model.path, device), config.policy, clock, autocast, aux_layers)
+    model, keep_states = load_policy_model(config.model.path, device), config.drafter.states == "policy"
+    trainer = PolicyTrainer(model, config.policy, clock, autocast, aux_layers, keep_states)
     return PolicyService(trainer, spec, publish_dtype=dtype)

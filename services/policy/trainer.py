@@ -4,7 +4,8 @@
 
 The first inner epoch's forward pass is the only one the drafter's hidden states come from: they are the policy's last
 hidden states *before* the update, the ones the rollouts were sampled with. Rollouts without a signal that the loss
-skips still run forward once, without gradients, so that the drafter sees the long failures too.
+skips still run forward once, without gradients, so that the drafter sees the long failures too. Where the engines keep
+the states (`keep_states` False) none of that is done, and the report's figures are those of the trained rollouts.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class PolicyStep:
 
 class PolicyTrainer:
     """Owns the policy's weights in float32 and AdamW's state. `autocast` is the forward's dtype, None for float32;
-    `aux_layers` are those whose outputs the drafter reads beside the last hidden state (EAGLE-3)."""
+    `aux_layers` are those whose outputs the drafter reads beside the last hidden state (EAGLE-3); without `keep_states`
+    a step yields none."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class PolicyTrainer:
         clock: Clock,
         autocast: torch.dtype | None = None,
         aux_layers: tuple[int, ...] = (),
+        keep_states: bool = True,
     ) -> None:
         # eval: no dropout, or the trainer's logprobs would not be the engine's
         model.train(False)
@@ -56,6 +59,7 @@ class PolicyTrainer:
         self._clock = clock
         self._autocast = autocast
         self._aux_layers = aux_layers
+        self._keep_states = keep_states
         self._reference = _frozen_copy(model) if config.kl_coef > 0 else None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
@@ -89,7 +93,7 @@ class PolicyTrainer:
                 scores = self._learn(pack, ref, tally, self._aux_layers if first else ())
                 if first:
                     self._collect(pack, scores, hidden, tally)
-            if first:
+            if first and self._keep_states:
                 self._forward_only(extra, hidden, tally)
             updated |= bool(trained) and self._update(tally)
         before = self.version
@@ -166,6 +170,8 @@ class PolicyTrainer:
     def _collect(self, pack: Pack, scores: Scores, hidden: dict[int, HiddenStates], tally: Tally) -> None:
         """Cut the pack's hidden states into sequences, on the CPU, free of the graph and of the pack's memory."""
         tally.add_scores(scores, pack.rollout_logprobs)
+        if not self._keep_states:
+            return
         states = scores.hidden.detach().float().cpu()
         aux = None if scores.aux is None else scores.aux.float().cpu()
         ids = pack.ids.cpu()

@@ -102,6 +102,8 @@ class NativeEngine:
     def check(self, work: GroupWork) -> None:
         """RequestError naming the limit when this engine can never serve `work`."""
         check_sampling(work.sampling)
+        if work.keep_states:
+            raise RequestError(f"{work.group_id}: the native engine keeps no hidden states: set drafter.states: policy")
         check_fits(work, self._target.spec.vocab_size, self._options.max_len)
         if len(work.indices) > self._options.max_running:
             raise RequestError(

@@ -13,9 +13,10 @@ from services.config.schema import ClusterConfig
 from services.config.schema import NativeEngine as NativeEngineConfig
 from services.core.errors import ConfigError, StaleEpochError
 from services.core.protocols import Clock
-from services.core.types import GroupWork, MemorySwitch, Rollout, ServedVersions, ServerReport
+from services.core.types import GroupWork, HiddenStateChunk, MemorySwitch, Rollout, ServedVersions, ServerReport
 from services.models.device import pick_device, pick_dtype
 from services.models.files import model_dir, read_config
+from services.models.hidden import HiddenStates
 from services.models.layers import model_spec
 from services.models.target import TargetModel
 from services.models.tokenizer import load_tokenizer
@@ -93,6 +94,13 @@ class RolloutService:
         if not isinstance(self._engine, SGLangEngine):
             raise ConfigError("the native engine cannot release its memory: use rollout.engine.type: sglang")
         return self._engine.switch_memory(release)
+
+    def take_states(self, step: int, epoch: int) -> tuple[HiddenStateChunk, list[HiddenStates]]:
+        """The hidden states kept since the last call, for the drafter; `step` is noted on the chunk."""
+        self._check(epoch)
+        if not isinstance(self._engine, SGLangEngine):
+            raise ConfigError("the native engine keeps no hidden states: set drafter.states: policy")
+        return self._engine.take_states(step)
 
     def _progress(self) -> int:
         return sum(r.num_tokens for r in self._engine.running())

@@ -19,7 +19,7 @@ from deploy.placement import actor_env
 from services.config.schema import ClusterConfig
 from services.coordinator.work import make_work
 from services.core.errors import ControlMessageError, ServiceLostError, StaleEpochError, WaitTimeoutError
-from services.core.types import ServedVersions, TrainBatch
+from services.core.types import HiddenStateChunk, ServedVersions, TrainBatch
 from tests.services.coordinator.fakes import SAMPLING, make_prompts
 
 pytestmark = pytest.mark.ray
@@ -47,6 +47,11 @@ class Server:
 
     def publish(self) -> tuple[int, dict[str, torch.Tensor]]:
         return 7, {"w": torch.arange(200_000.0)}
+
+    def take_states(self, step: int, epoch: int) -> tuple[HiddenStateChunk, list[torch.Tensor]]:
+        if epoch < 0:
+            raise StaleEpochError("epoch -1 is old: renew")
+        return HiddenStateChunk(3, step, 1, 2, 16), [torch.arange(4.0)]
 
     def estimate(self, names: tuple[str, ...], chunk: Any, *states: Any) -> list[Any]:
         return [*names, chunk["w"].numel(), *(s["w"].numel() for s in states)]
@@ -101,6 +106,15 @@ def test_tensors_travel_by_reference_and_outlive_their_maker(handle: Any) -> Non
     assert RayRolloutClient("rollout-0", handle).load_policy(7, blob, 1).result(30) == ServedVersions(7, None)
     answer = RayDrafterClient("drafter-0", handle).estimate({"live": blob, "frozen": blob}, blob).result(30)
     assert answer == ["live", "frozen", 200_000, 200_000, 200_000]
+
+
+def test_taken_states_stay_where_they_are(handle: Any) -> None:
+    pending, blob = RayRolloutClient("rollout-0", handle).take_states(5, 1)
+    assert pending.result(30) == HiddenStateChunk(3, 5, 1, 2, 16)
+    assert torch.equal(ray.get(blob, timeout=30)[0], torch.arange(4.0))
+    pending, _ = RayRolloutClient("rollout-0", handle).take_states(5, -1)
+    with pytest.raises(StaleEpochError, match="epoch -1 is old"):
+        pending.result(30)
 
 
 def test_tensors_are_read_where_they_lie(session: None) -> None:

@@ -42,7 +42,7 @@ CASES = {
     case.name: case
     for case in (
         Case("off", _strategy("off", 0, 1, 1)),
-        Case("eagle", _strategy("eagle", 3, 1, 4, sampled=True), "drafter"),
+        Case("eagle", ("drafter.states=engine", *_strategy("eagle", 3, 1, 4, sampled=True)), "drafter"),
         Case("eagle_argmax", (*RELEASING, *_strategy("eagle", 3, 1, 4)), "drafter"),
         Case("eagle_tree", _strategy("eagle", 4, 4, 12), "drafter"),
         Case("eagle3", (*EAGLE3, *_strategy("eagle", 3, 1, 4, sampled=True)), "drafter-eagle3"),

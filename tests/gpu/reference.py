@@ -103,6 +103,12 @@ class Reference:
             norm.data.copy_(kept)
         return out[len(prompt) - 1 : -1]
 
+    @torch.no_grad()
+    def states(self, ids: Sequence[int]) -> Tensor:
+        """[len(ids), H] float32: the last hidden states behind the final norm."""
+        inputs = torch.tensor([list(ids)], device=CUDA)
+        return self.model.base_model(input_ids=inputs, use_cache=False).last_hidden_state[0].float().cpu()
+
     def logprobs(self, rollout: dict[str, Any], norm_factor: float = 1.0) -> Tensor:
         """[T] at temperature 1."""
         ids = torch.tensor(rollout["ids"], device=CUDA)

@@ -176,3 +176,27 @@ def test_stop_strings_end_a_response(case: str, probes: Probes) -> None:
     for r in found(probes, case, "stop_strings"):
         assert r["finish"] == "length" or (r["finish"] == "stop" and "#" not in r["text"])
         assert len(r["logprobs"]) == len(r["ids"])
+
+
+def test_kept_states_are_the_trainers(probes: Probes, reference: Reference, results: dict[str, Any]) -> None:
+    """Against the trainer's model, whose kernels round differently; and against the neighbours' states, which a shift
+    by one would have brought."""
+    got = found(probes, "eagle", "states")
+    assert got["num_missing"] == 0 and got["lost_bytes"] == 0 and got["num_sequences"] > 0.9 * got["rollouts"]
+    gaps, shifted, spread, largest = [], [], [], 0.0
+    for ids, hidden, num_prompt in torch.load(got["file"]):
+        assert hidden.shape[0] == len(ids) > num_prompt
+        wanted, kept = reference.states(ids.tolist()), hidden.float()
+        gaps.append((kept - wanted).abs().mean(-1))
+        largest = max(largest, float((kept - wanted).abs().max()))
+        shifted.append((kept[1:] - wanted[:-1]).abs().mean(-1))
+        spread.append(wanted.flatten())
+    std = float(torch.cat(spread).std())
+    gap, other = float(torch.cat(gaps).mean()) / std, float(torch.cat(shifted).mean()) / std
+    results.setdefault("states", {})["eagle"] = {
+        "gap_mean_over_std": round(gap, 5), "gap_max_over_std": round(largest / std, 3),
+        "shifted_mean_over_std": round(other, 4), "sequences": got["num_sequences"], "bytes": got["num_bytes"],
+        "take_seconds": round(got["take_seconds"], 3), "rollout_seconds": round(got["seconds"], 2),
+    }  # fmt: skip
+    assert gap < 0.05
+    assert other > 5 * gap

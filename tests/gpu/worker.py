@@ -22,6 +22,7 @@ from services.rollout.service import RolloutService, build_rollout_service
 from tests.gpu.cases import CASES, Case, case_config
 
 EPOCH = 1
+STATES_SHOWN = 12
 MID_FACTOR = 0.7
 MID_LEAST, MID_TOKENS = 8, 64  # responses under way, and tokens each has, when the policy changes
 PREFIX_TOKENS = 600
@@ -30,8 +31,8 @@ PREFIX_TOKENS = 600
 class Probe:
     """The service of one case and what the probes found."""
 
-    def __init__(self, case: Case, model: Path, prompts: dict[str, Any]) -> None:
-        self.case, self.prompts = case, prompts
+    def __init__(self, case: Case, model: Path, prompts: dict[str, Any], states_file: Path) -> None:
+        self.case, self.prompts, self.states_file = case, prompts, states_file
         started = time.monotonic()
         self.service: RolloutService = build_rollout_service(case_config(case, model), 0)
         self.found: dict[str, Any] = {"case": case.name, "start_s": time.monotonic() - started}
@@ -56,9 +57,11 @@ class Probe:
         self.submit(prompts, sampling, seed)
         return self.collect(len(prompts), limit_s)
 
-    def submit(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seed: int = 0) -> None:
+    def submit(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seed: int = 0, keep_states: bool = False
+    ) -> None:
         work = [
-            GroupWork(str(i), Prompt(str(i), "", tuple(ids), "", "t"), (0,), (seed + i,), sampling)
+            GroupWork(str(i), Prompt(str(i), "", tuple(ids), "", "t"), (0,), (seed + i,), sampling, keep_states)
             for i, ids in enumerate(prompts)
         ]
         self.service.submit(work, EPOCH)
@@ -92,6 +95,24 @@ def distribution(probe: Probe) -> Any:
         rollouts = probe.generate([prefix] * probe.prompts["draws"], sampling)
         found.append([list(r.response_ids) for r in rollouts])
     return found
+
+
+def states(probe: Probe) -> Any:
+    """Hidden states that the engine kept while it drew responses at temperature 1, twice each prompt, so that half of
+    them found their prompt in the prefix cache; a dozen of the sequences go into a file for the comparison."""
+    if probe.case.name != "eagle":
+        return None
+    sampling = SamplingParams(temperature=1.0, max_tokens=512, stop_token_ids=(probe.prompts["eos"],))
+    prompts = [ids for ids in probe.prompts["heldout"] for _ in range(2)]
+    started = time.monotonic()
+    probe.submit(prompts, sampling, seed=4000, keep_states=True)
+    rollouts = probe.collect(len(prompts))
+    generated = time.monotonic()
+    chunk, kept = probe.service.take_states(0, EPOCH)
+    found = {"seconds": generated - started, "take_seconds": time.monotonic() - generated, "rollouts": len(rollouts)}
+    some = kept[:: max(1, len(kept) // STATES_SHOWN)][:STATES_SHOWN]
+    torch.save([(s.input_ids, s.hidden, int((~s.loss_mask).sum())) for s in some], probe.states_file)
+    return found | asdict(chunk) | {"file": str(probe.states_file)}
 
 
 def loads(probe: Probe) -> Any:
@@ -220,13 +241,15 @@ def _short(rollout: Rollout) -> dict[str, Any]:
 
 
 PROBES: dict[str, Callable[[Probe], Any]] = {
-    "greedy": greedy, "sampled": sampled, "loads": loads, "distribution": distribution, "mid_response": mid_response,
+    "greedy": greedy, "sampled": sampled, "states": states, "loads": loads, "distribution": distribution,
+    "mid_response": mid_response,
     "stop_strings": stop_strings, "prefix": prefix, "memory": memory,
 }  # fmt: skip
 
 
 def main(case_name: str, model: str, prompts: str, out: str) -> None:
-    probe = Probe(CASES[case_name], Path(model), json.loads(Path(prompts).read_text()))
+    states_file = Path(out).with_suffix(".states.pt")
+    probe = Probe(CASES[case_name], Path(model), json.loads(Path(prompts).read_text()), states_file)
     for name, run in PROBES.items():
         started = time.monotonic()
         try:

@@ -43,7 +43,8 @@ def build_sglang_engine(config: ClusterConfig, engine: SGLangEngine, slot: int, 
     spec, strategy = model_spec(read_config(model_dir(config.model.path))), _strategy(config)
     method = drafter_method(config.drafter, spec)
     shapes = _shapes(spec, strategy, method)
-    limits = SGLangLimits(engine.max_len, spec.vocab_size, shapes, method.engine_zeros(), server)
+    capture_bytes = engine.capture_bytes if config.drafter.states == "engine" else 0
+    limits = SGLangLimits(engine.max_len, spec.vocab_size, shapes, method.engine_zeros(), server, capture_bytes)
     tokenizer = load_tokenizer(config.model.path)
     return Adapter(start(arguments, server, config), limits, strategy, tokenizer.decode, time.monotonic)
 

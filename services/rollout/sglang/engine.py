@@ -18,15 +18,18 @@ from services.core.types import (
     AcceptanceStats,
     FinishReason,
     GroupWork,
+    HiddenStateChunk,
     MemorySwitch,
     Rollout,
     RunningRequest,
     ServedVersions,
 )
+from services.models.hidden import HiddenStates
 from services.models.target import check_shapes
 from services.rollout.request import RequestLife, check_fits, note_version
 from services.rollout.sglang.acceptance import acceptance_stats
 from services.rollout.sglang.handle import EngineHandle, Kind, Update
+from services.rollout.sglang.states import assemble
 from services.rollout.stops import Emission, emit, response_text
 from services.speculation.strategy import DraftStrategy
 
@@ -44,6 +47,7 @@ class SGLangLimits:
     shapes: Mapping[Kind, Shapes]
     drafter_zeros: Shapes
     server: str = "rollout-0"
+    capture_bytes: int = 0  # set aside for hidden states; 0: none are kept
 
 
 @dataclass
@@ -63,6 +67,10 @@ class SGLangEngine:
         self._versions = handle.served()
         self._submitted = 0
         self._released = False
+        self._window = 0  # counts the calls of take_states and abort
+        self._finished: dict[str, Rollout] = {}  # since the last take_states, with their states
+        if limits.capture_bytes:
+            handle.capture_states(limits.capture_bytes)
 
     # -- requests
 
@@ -90,6 +98,8 @@ class SGLangEngine:
         if self._released:
             raise RequestError(f"{work.group_id}: this server's memory is released: resume it first")
         check_fits(work, self._limits.vocab_size, self._limits.max_len)
+        if work.keep_states and not self._limits.capture_bytes:
+            raise RequestError(f"{work.group_id}: this engine keeps no hidden states: set drafter.states: engine")
         sampling = work.sampling
         if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
             raise RequestError(
@@ -107,12 +117,14 @@ class SGLangEngine:
             rid = f"{self._submitted}/{work.group_id}#{index}"
             policy, drafter = ([v] if v is not None else [] for v in (self._versions.policy, self._versions.drafter))
             self._requests[rid] = _Request(work, index, seed, self._clock(), policy, drafter, Update(rid, (), ()))
-            self._handle.submit(rid, work.prompt.token_ids, work.sampling, seed)
+            window = self._window if work.keep_states else None
+            self._handle.submit(rid, work.prompt.token_ids, work.sampling, seed, window)
 
     def abort(self) -> tuple[str, ...]:
         dropped = tuple(r.rollout_id for r in self._requests.values())
         if dropped:
             self._handle.abort_all()
+            self._window += 1  # the states of a prefix that a dropped request computed belong to no rollout
         self._requests.clear()
         return dropped
 
@@ -128,6 +140,8 @@ class SGLangEngine:
             if reason is not None:
                 del self._requests[update.rid]
                 finished.append(self._finish(request, reason))
+                if request.work.keep_states:
+                    self._finished[update.rid] = finished[-1]
         return finished
 
     @staticmethod
@@ -230,6 +244,16 @@ class SGLangEngine:
                 f"this SGLang engine was started with strategy {self._strategy.name} and cannot change to "
                 f"{strategy.name}: start the run with that strategy, or use the native engine"
             )
+
+    # -- hidden states
+
+    def take_states(self, step: int) -> tuple[HiddenStateChunk, list[HiddenStates]]:
+        """Hidden states of the rollouts that ended since the last call, of work that asked for them."""
+        if not self._limits.capture_bytes:
+            raise ConfigError("this engine keeps no hidden states: set drafter.states: engine")
+        finished, self._finished = self._finished, {}
+        self._window += 1
+        return assemble(self._handle.take_states(), finished, step, self._versions.policy or 0)
 
     # -- memory
 

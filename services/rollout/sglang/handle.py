@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from services.core.types import SamplingParams, ServedVersions
+from services.rollout.sglang.captured import CapturedStates
 
 Kind = Literal["policy", "drafter"]
 
@@ -33,7 +34,11 @@ class Update:
 class EngineHandle(Protocol):
     """Every call has its own time-out and says what it waited for (WaitTimeoutError)."""
 
-    def submit(self, rid: str, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int) -> None: ...
+    def submit(
+        self, rid: str, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int, window: int | None = None
+    ) -> None:
+        """`window`: keep the request's hidden states. Requests find each other's prefixes within their window only, so
+        that the states of a prefix that was not computed again are among those that are taken together."""
 
     def poll(self, wait_s: float) -> list[Update]:
         """All news so far; waits at most `wait_s` seconds for the first."""
@@ -54,6 +59,13 @@ class EngineHandle(Protocol):
 
     def free_bytes(self) -> int:
         """Free memory of the engine's first GPU."""
+
+    def capture_states(self, limit_bytes: int) -> None:
+        """Set so many bytes of host memory aside for hidden states; 0 gives them back. ConfigError without an EAGLE
+        drafter."""
+
+    def take_states(self) -> CapturedStates:
+        """What was kept since the last call, of requests with a window."""
 
     def served(self) -> ServedVersions:
         """Asked of the engine's own models, not remembered."""

@@ -22,12 +22,21 @@ import psutil
 import torch
 from torch import Tensor
 
-from services.core.errors import ConfigError, ServiceLostError, WaitTimeoutError, WeightError
+from services.core.errors import BatchError, ConfigError, ServiceLostError, WaitTimeoutError, WeightError
 from services.core.types import SamplingParams, ServedVersions
 from services.rollout.sglang.arguments import sampling_arguments
+from services.rollout.sglang.capture import KEEP
+from services.rollout.sglang.captured import CapturedStates, capture_file, read_capture
 from services.rollout.sglang.handle import Kind, Update
 from services.rollout.sglang.loader import PART_BYTES, LoadOrder, serve_parts
-from services.rollout.sglang.plugin import HISTOGRAM_KEY, PLUGIN_GROUP, PLUGIN_NAME, STATE_KEY
+from services.rollout.sglang.plugin import (
+    CAPTURE_STATES,
+    HISTOGRAM_KEY,
+    PLUGIN_GROUP,
+    PLUGIN_NAME,
+    STATE_KEY,
+    TAKE_STATES,
+)
 
 PROGRESS_S = 15.0
 T = TypeVar("T")
@@ -67,7 +76,9 @@ class SGLangHandle:
 
     # -- requests
 
-    def submit(self, rid: str, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int) -> None:
+    def submit(
+        self, rid: str, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int, window: int | None = None
+    ) -> None:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(
@@ -76,6 +87,7 @@ class SGLangHandle:
             sampling_params=sampling_arguments(sampling, seed, self._deterministic),
             return_logprob=True,
             stream=True,
+            extra_key=None if window is None else f"{KEEP}{window}",
         )
         self._engine.loop.call_soon_threadsafe(self._begin, rid, request)
 
@@ -172,6 +184,37 @@ class SGLangHandle:
             work = self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
         self._call(work, "releasing its memory" if release else "resuming its memory")
 
+    # -- hidden states
+
+    def capture_states(self, limit_bytes: int) -> None:
+        refused = self._ask_scheduler(CAPTURE_STATES, "setting memory aside for hidden states", limit_bytes=limit_bytes)
+        if refused:
+            raise ConfigError(f"{self._server}: {refused}")
+
+    def take_states(self) -> CapturedStates:
+        with capture_file() as (path, descriptor):
+            refused = self._ask_scheduler(TAKE_STATES, "handing over the hidden states", path=path)
+            if refused:
+                raise BatchError(
+                    f"{self._server}: SGLang could not hand over the hidden states: {refused}; they pass through "
+                    f"{path}: give it more room, lower rollout.engine.capture_bytes, or set drafter.states: policy"
+                )
+            return read_capture(descriptor)
+
+    def _ask_scheduler(self, method: str, what: str, **parameters: int | str) -> str:
+        """Call a method of every scheduler process; returns why it failed, or nothing. What `Engine.collective_rpc`
+        does, which would wait for ever."""
+        from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send
+
+        socket = self._engine.send_to_rpc
+        while socket.poll(0):
+            sock_recv(socket)  # the answer of a call that had timed out
+        sock_send(socket, RpcReqInput(method=method, parameters=parameters))
+        if not socket.poll(int(1000 * self._timeout_s)):
+            raise self._too_late(what)
+        answer = sock_recv(socket)
+        return "" if answer.success else str(answer.message)
+
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info()
         return int(free)
@@ -201,10 +244,13 @@ class SGLangHandle:
             return future.result(self._timeout_s)
         except FutureTimeoutError:
             future.cancel()
-            raise WaitTimeoutError(
-                f"{self._server}: SGLang did not finish {what} within {self._timeout_s:.0f} s: see its log, or raise "
-                "coordinator.call_timeout_s"
-            ) from None
+            raise self._too_late(what) from None
+
+    def _too_late(self, what: str) -> WaitTimeoutError:
+        return WaitTimeoutError(
+            f"{self._server}: SGLang did not finish {what} within {self._timeout_s:.0f} s: see its log, or raise "
+            "coordinator.call_timeout_s"
+        )
 
 
 def _update(rid: str, chunk: Mapping[str, Any]) -> Update:

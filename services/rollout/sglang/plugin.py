@@ -1,5 +1,5 @@
 """The SGLang plug-in (entry-point group `sglang.srt.plugins`): loads that reach one model, versions told by the engine,
-acceptance told while requests run.
+acceptance told while requests run, hidden states kept for the drafter.
 
 SGLang runs `register` in every one of its processes before anything is built. Hooks wrap stock methods of 0.5.17; none
 of its code is changed. This module and `launch` are the only ones that import SGLang.
@@ -8,17 +8,24 @@ of its code is changed. This module and `launch` are the only ones that import S
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from services.core.errors import WeightError
+from services.core.errors import ConfigError, WeightError
+from services.rollout.sglang.capture import KEEP, ImmediateCopies, StateCapture, StreamCopies
 from services.rollout.sglang.handle import Kind
 from services.rollout.sglang.loader import load_part, parse_order, served_version
 
 PLUGIN_GROUP, PLUGIN_NAME = "sglang.srt.plugins", "longtail"
 STATE_KEY = "longtail"
+CAPTURE_STATES, TAKE_STATES = "longtail_capture_states", "longtail_take_states"  # calls of the scheduler
+CAPTURE = "longtail_capture"  # attribute of SGLang's draft worker
 HISTOGRAM_KEY = "spec_correct_drafts_histogram"  # SGLang's own name in meta_info
+
+DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 
 
 def register() -> None:
@@ -28,12 +35,17 @@ def register() -> None:
         "sglang.srt.managers.tp_worker.TpModelWorker.update_weights_from_tensor": _load_target,
         "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.update_weights_from_tensor": _load_draft,
         "sglang.srt.managers.scheduler.Scheduler.flush_cache": _flush_cache,
+        "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request": _answer_rpc,
+    }
+    before: dict[str, Callable[..., Any]] = {
+        f"{DRAFT_WORKER}._draft_extend_for_prefill": _keep_prefill,
+        f"{DRAFT_WORKER}._draft_extend_for_decode": _keep_verification,
     }
     after: dict[str, Callable[..., Any]] = {
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state": _add_versions,
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_logprob_style": _add_histogram,
     }
-    for kind, hooks in ((HookType.AROUND, around), (HookType.AFTER, after)):
+    for kind, hooks in ((HookType.AROUND, around), (HookType.BEFORE, before), (HookType.AFTER, after)):
         for target, hook in hooks.items():
             HookRegistry.register(target, hook, kind)
 
@@ -102,3 +114,65 @@ def _add_histogram(
     told = news.spec_correct_drafts_histogram
     if told and told[at]:
         meta_info[HISTOGRAM_KEY] = told[at]
+
+
+# ---------------------------------------------------------------------------- hidden states
+
+
+def _answer_rpc(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """SGLang looks the method up on its scheduler, and turns an exception into the answer."""
+    ours: dict[str, Callable[..., None]] = {CAPTURE_STATES: _capture_states, TAKE_STATES: _take_states}
+    if request.method in ours:
+        setattr(scheduler, request.method, partial(ours[request.method], scheduler))
+    return original(scheduler, request)
+
+
+def _capture_states(scheduler: Any, limit_bytes: int) -> None:
+    worker = getattr(scheduler.draft_worker, "draft_worker", None)
+    if worker is None or worker.speculative_algorithm.is_eagle3():
+        raise ConfigError("only an engine with an EAGLE drafter has the states to keep: set drafter.states: policy")
+    capture = None
+    if limit_bytes and worker.ps.tp_rank == 0:  # every rank has the same states
+        device = torch.device(worker.device)
+        capture = StateCapture(limit_bytes, StreamCopies(device) if device.type == "cuda" else ImmediateCopies())
+    setattr(worker, CAPTURE, capture)
+
+
+def _take_states(scheduler: Any, path: str) -> None:
+    import sglang
+
+    worker = scheduler.draft_worker.draft_worker
+    capture: StateCapture | None = getattr(worker, CAPTURE, None)
+    if capture is not None:
+        capture.take(path, f"SGLang {sglang.__version__}")
+    elif worker.ps.tp_rank == 0:
+        raise ConfigError("no memory was set aside for hidden states")
+
+
+def _kept_rids(batch: Any) -> list[str | None]:
+    return [r.rid if r.extra_key is not None and r.extra_key.startswith(KEEP) else None for r in batch.reqs]
+
+
+def _keep_prefill(worker: Any, batch: Any, states: Tensor, next_token_ids: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Before the draft's prefill: `batch.input_ids` are the ids that the target was just fed with, `states` [ids,H] its
+    last hidden states behind the final norm."""
+    capture: StateCapture | None = getattr(worker, CAPTURE, None)
+    if capture is None:
+        return
+    rids = _kept_rids(batch)
+    version = served_version(worker.target_worker.model_runner.model)
+    if any(rids) and version is not None:
+        capture.prefill(rids, batch.prefix_lens, batch.extend_lens, version, states, batch.input_ids, next_token_ids)
+
+
+def _keep_verification(worker: Any, batch: Any, result: Any) -> None:
+    """Before the draft catches up with a verification, chain or tree: the accepted path lies at the front of each
+    request's nodes; `batch.seq_lens` is still the length before it, the root's position."""
+    capture: StateCapture | None = getattr(worker, CAPTURE, None)
+    if capture is None:
+        return
+    rids = _kept_rids(batch)
+    version = served_version(worker.target_worker.model_runner.model)
+    if any(rids) and version is not None:
+        states = result.logits_output.hidden_states
+        capture.decode(rids, version, states, result.next_token_ids, result.accept_lens, batch.seq_lens)

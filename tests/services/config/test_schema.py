@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.config.engine_args import engine_arg_problems
 from services.config.load import load_config
-from services.config.schema import SGLangEngine, engine_arg_problems
+from services.config.schema import SGLangEngine
 from services.core.errors import ConfigError
 
 SGLANG = ("rollout.engine.type=sglang", "placement={gpus_per_slot: 1, policy_gpus: 1}")
@@ -96,6 +97,32 @@ def test_what_sglang_runs(chosen: str, method: str) -> None:
 def test_what_sglang_cannot_have(overrides: list[str], problem: str, remedy: str) -> None:
     (line,) = mistakes(*SGLANG, *overrides)
     assert problem in line and remedy in line
+
+
+STATES = "drafter.states=engine"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem", "remedy"),
+    [
+        ([strategy("eagle", 3)], "needs rollout.engine.type: sglang", "or set drafter.states: policy"),
+        ([*SGLANG], "needs a strategy with drafter 'eagle'", "or set drafter.states: policy"),
+        ([*SGLANG, strategy("ngram", 3)], "needs a strategy with drafter 'eagle'", "or set drafter.states: policy"),
+        (
+            [*SGLANG, strategy("eagle", 3), "drafter.method=eagle3"],
+            "an eagle3 drafter keeps the states of the aux layers",
+            "set drafter.states: policy",
+        ),
+    ],
+)
+def test_engines_that_keep_no_states(overrides: list[str], problem: str, remedy: str) -> None:
+    (line,) = mistakes(*overrides, STATES)
+    assert problem in line and remedy in line
+
+
+def test_an_sglang_engine_with_an_eagle_drafter_keeps_states() -> None:
+    assert mistakes(*SGLANG, strategy("eagle", 3), STATES, "rollout.engine.capture_bytes=2000000") == []
+    assert mistakes(*SGLANG, strategy("eagle", 3, 2, 6), STATES) == []
 
 
 def test_slots_may_share_a_gpu_and_one_may_have_several() -> None:

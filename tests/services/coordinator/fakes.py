@@ -70,6 +70,8 @@ class FakeRollout:
     strategy: str | None = None
     requests: list[list[Any]] = field(default_factory=list)
     served: int = 0
+    kept: int = 0  # finished rollouts whose work asked for their states
+    asked: list[tuple[str, bool]] = field(default_factory=list)  # group id and whether its states are asked for
 
     def open_epoch(self, epoch: int) -> ServedVersions:
         if epoch < self.epoch:
@@ -83,6 +85,7 @@ class FakeRollout:
         self._check(epoch)
         assert self.policy is not None, "work before weights"
         for w in work:
+            self.asked.append((w.group_id, w.keep_states))
             for index, seed in zip(w.indices, w.seeds, strict=True):
                 # One response in twelve is the long tail, of very different lengths.
                 length = 5 + seed % 20 if seed % 12 else 100 + random.Random(seed).randrange(300)
@@ -100,6 +103,7 @@ class FakeRollout:
                 if request[4] >= request[3]:
                     self.requests.remove(request)
                     done.append(self._rollout(*request))
+                    self.kept += request[0].keep_states
         running = tuple(RunningRequest(f"{r[0].group_id}#{r[1]}", r[4], AcceptanceStats()) for r in self.requests)
         self.served += len(done)
         return ServerReport(
@@ -121,6 +125,12 @@ class FakeRollout:
     def set_strategy(self, name: str | None, epoch: int) -> None:
         self._check(epoch)
         self.strategy = name
+
+    def take_states(self, step: int, epoch: int) -> tuple[HiddenStateChunk, str]:
+        self._check(epoch)
+        assert (not self.requests and self.policy is not None) or not self.kept
+        kept, self.kept = self.kept, 0
+        return HiddenStateChunk(self.policy or 0, step, kept, 10 * kept, 1000 * kept), f"hidden {step}"
 
     def _rollout(self, w: Any, index: int, seed: int, length: int, _: int) -> Rollout:
         ids = tuple(seed % 97 + i for i in range(length))

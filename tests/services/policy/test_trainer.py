@@ -15,9 +15,11 @@ LENGTHS = [(3, 9), (5, 2), (1, 1), (4, 30), (2, 7), (6, 12), (3, 3), (2, 20)]
 ADVANTAGES = (1.0, -1.0, 0.5, -0.25, 2.0, -1.5, 0.3, 0.1)
 
 
-def trainer(model, aux_layers=(), **config) -> PolicyTrainer:
+def trainer(model, aux_layers=(), keep_states=True, **config) -> PolicyTrainer:
     ticks = itertools.count()
-    return PolicyTrainer(model, PolicyConfig(**config), lambda: float(next(ticks)), aux_layers=aux_layers)
+    return PolicyTrainer(
+        model, PolicyConfig(**config), lambda: float(next(ticks)), aux_layers=aux_layers, keep_states=keep_states
+    )
 
 
 def batch(rollouts, advantages=ADVANTAGES) -> TrainBatch:
@@ -78,6 +80,18 @@ def test_zero_variance_skip_leaves_everything_alone(make_model, rollouts, kl_coe
     assert step.report.loss == 0.0 and step.report.num_tokens == 0 and step.report.zero_variance_fraction == 1.0
     assert any("no rollout carries a learning signal" in w for w in step.report.warnings)
     assert len(step.hidden) == 8 and step.chunk.num_sequences == 8
+
+
+def test_where_the_engines_keep_the_states_a_step_trains_alike_and_yields_none(make_model, rollouts) -> None:
+    half = [*ADVANTAGES[:4], 0.0, 0.0, 0.0, 0.0]
+    both = []
+    for keep in (True, False):
+        t = trainer(make_model(), keep_states=keep)
+        step = t.train_step(batch(rollouts, half))
+        both.append((weights(t.model), step.report.loss, step.report.grad_norm, step.report.policy_version))
+        assert len(step.hidden) == step.chunk.num_sequences == (8 if keep else 0)
+    assert torch.equal(both[0][0], both[1][0]) and both[0][1:] == both[1][1:]
+    assert (step.chunk.num_tokens, step.chunk.num_bytes, step.chunk.num_missing) == (0, 0, 0)
 
 
 def test_zero_variance_keep_feels_kl_and_fills_the_denominator(make_model, rollouts) -> None:

@@ -3,10 +3,13 @@
 Rounds advance when it is polled. Like SGLang it emits a token with every prefill, tells several tokens at once, the
 newest news of a request only, counts whole verify steps in the histogram, knows no stop strings, and takes note of an
 abort a round later. Weights go through the loader into fused modules; the engine computes with what is found there.
+Hidden states go through the real capture: those of transformers' own model under the weights served at the moment,
+prefixes found in a cache left out, rejected nodes filled with nonsense.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,12 +17,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.core.errors import ServiceLostError, WaitTimeoutError, WeightError
+from services.core.errors import ConfigError, ServiceLostError, WaitTimeoutError, WeightError
 from services.core.types import FinishReason, GroupWork, Prompt, SamplingParams, ServedVersions
 from services.models.drafter import DrafterMethod
 from services.models.eagle import Eagle
 from services.models.target import TargetModel, target_names
 from services.rollout.native import EngineOptions, NativeEngine
+from services.rollout.sglang.capture import ImmediateCopies, StateCapture
+from services.rollout.sglang.captured import CapturedStates, capture_file, read_capture
 from services.rollout.sglang.engine import SGLangLimits
 from services.rollout.sglang.handle import Kind, Update
 from services.rollout.sglang.loader import PART_BYTES, LoadOrder, load_part, serve_parts, served_version
@@ -45,6 +50,7 @@ class Faults:
     abort_message: str = ""  # every request is given up with this
     dead: bool = False
     stuck: bool = False  # abort_all does not come to an end
+    shift_states: bool = False  # hidden states lie one token further than they should
 
 
 @dataclass
@@ -52,6 +58,7 @@ class _Life:
     """One request in the engine. `prefill`: its next token belongs to no verify step."""
 
     sampling: SamplingParams
+    window: int | None
     histogram: list[int] = field(default_factory=list)
     known: int = 0
     prefill: bool = True
@@ -89,6 +96,10 @@ class FakeHandle:
             TargetModel(spec, options.max_len + options.spare_columns, CPU, torch.float32),
             options, Fixed(_runnable(strategy)), letters, ticking(),
         )  # fmt: skip
+        self._model = copy.deepcopy(model)
+        self._capture: StateCapture | None = None
+        self._cached: list[tuple[int, list[int]]] = []  # window and ids of what was computed under this policy
+        self.takes = 0
         self._lives: dict[str, _Life] = {}
         self._news: dict[str, Update] = {}
         self.loads: list[tuple[str, int]] = []
@@ -99,10 +110,12 @@ class FakeHandle:
 
     # -- requests
 
-    def submit(self, rid: str, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int) -> None:
+    def submit(
+        self, rid: str, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int, window: int | None = None
+    ) -> None:
         self._alive()
         assert rid not in self._lives, "one id, one request"
-        self._lives[rid] = _Life(replace(sampling, max_tokens=min(sampling.max_tokens, self._budget)))
+        self._lives[rid] = _Life(replace(sampling, max_tokens=min(sampling.max_tokens, self._budget)), window)
         self.seen_seeds.append(seed)
         # The native engine must not stop by itself: what SGLang does at a stop is this class's business.
         room = replace(
@@ -150,6 +163,8 @@ class FakeHandle:
         self.native.force_strategy(OFF if any(life.prefill for life in self._lives.values()) else None)
         ended = self.native.step()
         assert not ended, "the room behind the budget was too small"
+        if self._capture is not None:
+            self._keep(self._capture)
         for request in list(self.native._requests):
             self._note(request.work.group_id, len(request.response_ids))
         for rid in self._lives.keys() & dropped:
@@ -214,10 +229,79 @@ class FakeHandle:
         found = {name: t for name, t in model.tensors().items() if kind == "policy" or name not in self._zeros}
         if kind == "policy":
             self.native.load_policy(version, found)
+            self._model.load_state_dict(found, strict=False)
+            self._cached.clear()
             for life in self._lives.values():  # retracted: a prefill comes first
                 life.prefill = True
         else:
             self.native.load_drafter(version, found)
+
+    # -- hidden states
+
+    def capture_states(self, limit_bytes: int) -> None:
+        self._alive()
+        if self._strategy.drafter != "eagle":
+            raise ConfigError("only an engine with an EAGLE drafter has the states to keep")
+        self._capture = StateCapture(limit_bytes, ImmediateCopies()) if limit_bytes else None
+
+    def take_states(self) -> CapturedStates:
+        self._alive()
+        assert self._capture is not None
+        self.takes += 1
+        with capture_file() as (path, descriptor):
+            self._capture.take(path, "SGLang of the tests")
+            return read_capture(descriptor)
+
+    def _keep(self, capture: StateCapture) -> None:
+        """The round that was just computed: its prefills, with what the cache did not have, and its verification."""
+        version = served_version(self.target)
+        assert version is not None
+        prefills, nodes = [], []
+        for request in self.native._requests:
+            rid = request.work.group_id
+            life = self._lives[rid]
+            ids = [*request.work.prompt.token_ids, *request.response_ids]
+            known = len(ids) - len(request.response_ids) + life.known
+            name = None if life.window is None else rid
+            states = self._states(ids[:-1])
+            if life.prefill:
+                start = self._hit(life.window, ids[:known])
+                prefills.append((name, start, states[start:known], ids[start:known], ids[known]))
+                self._cached.append((life.window, ids[:known]))
+            else:
+                nodes.append((name, known - 1, states[known - 1 :], ids[known:]))
+        if prefills:
+            rids, starts, parts, fed, behind = zip(*prefills, strict=True)
+            flat = torch.tensor([i for part in fed for i in part])
+            counts = [len(part) for part in parts]
+            capture.prefill(rids, starts, counts, version, torch.cat(parts), flat, torch.tensor(behind))
+        if nodes:
+            self._keep_nodes(capture, version, nodes)
+
+    def _keep_nodes(self, capture: StateCapture, version: int, nodes: list[tuple[str | None, int, Tensor, list[int]]]):
+        rids, starts, parts, behind = zip(*nodes, strict=True)
+        width = max(self._strategy.num_draft_tokens, *map(len, parts))
+        states = torch.full((len(nodes), width, parts[0].shape[1]), 777.0)
+        predicted = torch.full((len(nodes), width), 7, dtype=torch.int32)
+        for row, (part, ids) in enumerate(zip(parts, behind, strict=True)):
+            states[row, : len(part)] = part
+            predicted[row, : len(ids)] = torch.tensor(ids)
+        if self.faults.shift_states:
+            states, predicted = states.roll(1, 1), predicted.roll(1, 1)
+        lengths, roots = torch.tensor([len(p) for p in parts], dtype=torch.int32), torch.tensor(starts)
+        capture.decode(rids, version, states.flatten(0, 1), predicted.flatten(), lengths, roots)
+
+    def _hit(self, window: int | None, ids: list[int]) -> int:
+        """At least one token is always computed."""
+        best = 0
+        for other, cached in self._cached:
+            same = next((n for n, (a, b) in enumerate(zip(ids, cached, strict=False)) if a != b), len(cached))
+            best = max(best, min(same, len(ids) - 1)) if other == window else best
+        return best
+
+    @torch.no_grad()
+    def _states(self, ids: list[int]) -> Tensor:
+        return self._model.base_model(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0]
 
     def served(self) -> ServedVersions:
         self._alive()
@@ -244,10 +328,12 @@ def _runnable(strategy: DraftStrategy) -> DraftStrategy:
     return replace(strategy, drafter="suffix") if strategy.drafter == "ngram" else strategy
 
 
-def limits_of(model: PreTrainedModel, strategy: DraftStrategy, method: DrafterMethod | None = None) -> SGLangLimits:
+def limits_of(
+    model: PreTrainedModel, strategy: DraftStrategy, method: DrafterMethod | None = None, capture_bytes: int = 0
+) -> SGLangLimits:
     spec = spec_of(model)
     method = method or Eagle(spec)
     shapes: dict[Kind, Mapping[str, tuple[int, ...]]] = {"policy": target_names(spec)}
     if strategy.drafter == "eagle":
         shapes["drafter"] = method.names()
-    return SGLangLimits(MAX_LEN, spec.vocab_size, shapes, method.engine_zeros(), "rollout-3")
+    return SGLangLimits(MAX_LEN, spec.vocab_size, shapes, method.engine_zeros(), "rollout-3", capture_bytes)

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.rollout.sglang.handle import Kind
-from services.rollout.sglang.plugin import _add_versions, _load_draft, _load_target
+from services.rollout.sglang.plugin import _add_versions, _answer_rpc, _load_draft, _load_target
 from tests.services.models.tiny import random_drafter, spec_of, tensors_of, tiny_model
 from tests.services.rollout.sglang.standins import (
     ContinueGenerationReqInput,
     GenerateReqInput,
     PauseGenerationReqInput,
+    RpcReqInput,
+    RpcReqOutput,
     Scheduler,
     UpdateWeightsFromTensorReqInput,
     draft_worker_of,
@@ -106,12 +108,33 @@ class Manager:
             await asyncio.Event().wait()
 
 
+class RpcSocket:
+    """The socket on which `Engine` calls its scheduler's methods."""
+
+    def __init__(self, scheduler: Scheduler, trouble: Trouble) -> None:
+        self.scheduler, self._trouble = scheduler, trouble
+        self.answers: list[RpcReqOutput] = []
+
+    def send(self, message: RpcReqInput) -> None:
+        answer = _answer_rpc(Scheduler.handle_rpc_request, self.scheduler, message)
+        if self._trouble.hang != "rpc":
+            self.answers.append(answer)
+
+    def poll(self, timeout_ms: float) -> int:
+        return len(self.answers)
+
+    def recv(self) -> RpcReqOutput:
+        return self.answers.pop(0)
+
+
 class Engine:
     """`sglang.Engine` as started."""
 
     def __init__(self, models: dict[Kind, Any]) -> None:
         self.loop = asyncio.new_event_loop()
-        self.tokenizer_manager = Manager(models)
+        self.tokenizer_manager = manager = Manager(models)
+        draft = draft_worker_of(models["drafter"], target=models["policy"])
+        self.send_to_rpc = RpcSocket(Scheduler(worker_of(models["policy"]), draft), manager.trouble)
         self.shut_down = False
 
     def say(self, rid: str, chunk: dict[str, Any]) -> None:

@@ -25,10 +25,10 @@ EPOCH = 1
 PROMPT = (1, 7, 9, 4)
 
 
-def served(s: DraftStrategy = CHAIN, **options: object) -> tuple[RolloutService, FakeHandle]:
+def served(s: DraftStrategy = CHAIN, capture_bytes: int = 0, **options: object) -> tuple[RolloutService, FakeHandle]:
     """A server in its first epoch that serves version 0 of both kinds."""
     handle = FakeHandle(MODEL, s, **options)  # type: ignore[arg-type]
-    engine = SGLangEngine(handle, limits_of(MODEL, s), s, letters, ticking())
+    engine = SGLangEngine(handle, limits_of(MODEL, s, capture_bytes=capture_bytes), s, letters, ticking())
     service = RolloutService(engine, {t.name: t for t in (OFF, s)}, ticking())
     service.open_epoch(EPOCH)
     service.load_policy(0, tensors_of(MODEL), EPOCH)

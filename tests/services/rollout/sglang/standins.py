@@ -42,12 +42,16 @@ class HookRegistry:
         def around(*args: Any, **kwargs: Any) -> Any:
             return hook(original, *args, **kwargs)
 
+        def before(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = hook(*args, **kwargs) or (args, kwargs)
+            return original(*args, **kwargs)
+
         def after(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             changed = hook(result, *args, **kwargs)
             return result if changed is None else changed
 
-        return around if hook_type is HookType.AROUND else after
+        return {HookType.AROUND: around, HookType.BEFORE: before, HookType.AFTER: after}[hook_type]
 
 
 # ------------------------------------------------------------------ sglang.srt.utils
@@ -75,6 +79,7 @@ class GenerateReqInput:
     sampling_params: dict[str, Any]
     return_logprob: bool = False
     stream: bool = False
+    extra_key: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -108,6 +113,26 @@ class ResumeMemoryOccupationReqInput:
     tags: list[str] | None = None
 
 
+@dataclass(kw_only=True)
+class RpcReqInput:
+    method: str
+    parameters: dict[str, bool | int | float | str | None] | None = None
+
+
+@dataclass(kw_only=True)
+class RpcReqOutput:
+    success: bool
+    message: str
+
+
+def sock_send(socket: Any, message: Any, flags: int = 0) -> None:
+    socket.send(message)
+
+
+def sock_recv(socket: Any, flags: int = 0) -> Any:
+    return socket.recv()
+
+
 @dataclass
 class EvictParams:
     num_tokens: int = 0
@@ -123,10 +148,27 @@ def worker_of(model: Any, rank: int = 0) -> SimpleNamespace:
     return SimpleNamespace(ps=SimpleNamespace(tp_rank=rank), model_runner=SimpleNamespace(model=model))
 
 
-def draft_worker_of(model: Any, rank: int = 0) -> SimpleNamespace:
-    """An EAGLEWorkerV2; without a model an NGRAMWorker, whose `draft_worker` is None."""
-    inner = None if model is None else SimpleNamespace(draft_runner=SimpleNamespace(model=model))
-    return SimpleNamespace(ps=SimpleNamespace(tp_rank=rank), draft_worker=inner)
+class Algorithm(Enum):
+    EAGLE = "eagle"
+    EAGLE3 = "eagle3"
+
+    def is_eagle3(self) -> bool:
+        return self is Algorithm.EAGLE3
+
+
+def draft_worker_of(
+    model: Any, rank: int = 0, target: Any = None, algorithm: Algorithm = Algorithm.EAGLE
+) -> SimpleNamespace:
+    """An EAGLEWorkerV2 with its EagleDraftWorker; without a model an NGRAMWorker, whose `draft_worker` is None."""
+    ps = SimpleNamespace(tp_rank=rank)
+    inner = SimpleNamespace(
+        draft_runner=SimpleNamespace(model=model),
+        target_worker=worker_of(target, rank),
+        speculative_algorithm=algorithm,
+        device="cpu",
+        ps=ps,
+    )
+    return SimpleNamespace(ps=ps, draft_worker=None if model is None else inner)
 
 
 @dataclass
@@ -176,6 +218,13 @@ class Scheduler:
         self.emptied.append(empty_cache)
         return True
 
+    def handle_rpc_request(self, request: RpcReqInput) -> RpcReqOutput:
+        try:
+            getattr(self, request.method)(**(request.parameters or {}))
+        except Exception as error:  # noqa: BLE001 - as SGLang does
+            return RpcReqOutput(success=False, message=str(error))
+        return RpcReqOutput(success=True, message="")
+
     def get_internal_state(self, request: Any) -> SimpleNamespace:
         return SimpleNamespace(internal_state={"last_gen_throughput": 1.0})
 
@@ -195,7 +244,8 @@ MODULES: dict[str, tuple[Any, ...]] = {
     "sglang.srt.managers": (),
     "sglang.srt.managers.io_struct": (
         GenerateReqInput, PauseGenerationReqInput, ContinueGenerationReqInput, UpdateWeightsFromTensorReqInput,
-        ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput,
+        ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput, RpcReqInput, RpcReqOutput,
+        sock_send, sock_recv,
     ),
 }  # fmt: skip
 
@@ -212,4 +262,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
             module.monkey_patch_torch_reductions = lambda: None  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
         modules[name] = module
+    modules["sglang"].__version__ = "0.5.17"  # type: ignore[attr-defined]
     return modules

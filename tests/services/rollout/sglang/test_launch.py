@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from services.core.errors import ConfigError, WaitTimeoutError, WeightError
+from services.core.errors import BatchError, ConfigError, WaitTimeoutError, WeightError
 from services.core.types import FinishReason, SamplingParams, ServedVersions
 from services.models.eagle import Eagle
 from services.models.target import target_names
@@ -18,12 +18,13 @@ from services.rollout.sglang.engine import SGLangEngine
 from services.rollout.sglang.handle import Update
 from services.rollout.sglang.launch import SGLangHandle, _update
 from services.rollout.sglang.loader import TORN, serve_parts
+from services.rollout.sglang.plugin import CAPTURE
 from tests.services.models.tiny import spec_of
 from tests.services.rollout.engines import group, letters, strategy, ticking
 from tests.services.rollout.sglang.fake import limits_of
 from tests.services.rollout.sglang.fused import FusedModel, same
 from tests.services.rollout.sglang.manager import DRAFTER, MODEL, POLICY, Engine, chunk_of
-from tests.services.rollout.sglang.standins import GenerateReqInput, install
+from tests.services.rollout.sglang.standins import GenerateReqInput, RpcReqOutput, install
 
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=9, stop_token_ids=(2,))
 STOP, LENGTH = {"type": "stop", "matched": 2}, {"type": "length", "length": 9}
@@ -80,6 +81,10 @@ def test_what_is_asked_of_sglang(engine: Engine, deterministic: bool) -> None:
     assert engine.tokenizer_manager.requests["1/g#0"] == GenerateReqInput(
         rid="1/g#0", input_ids=[1, 2, 3], sampling_params=wanted, return_logprob=True, stream=True
     )
+    assert engine.tokenizer_manager.requests["1/g#0"].extra_key is None
+    handle.submit("2/g#0", (1, 2, 3), SAMPLING, 0, window=5)
+    wait_until(lambda: "2/g#0" in engine.tokenizer_manager.requests)
+    assert engine.tokenizer_manager.requests["2/g#0"].extra_key == "longtail-states/5"
     handle.abort_all()
     handle.close()
 
@@ -353,3 +358,47 @@ def test_a_rollout_server_over_the_handle(engine: Engine, handle: SGLangHandle) 
     assert first.acceptance.histogram == (1, 1), "the last step's token behind the stop was never emitted"
     assert len(second.response_ids) == 9 and second.acceptance.acceptance_length == 4
     assert service.advance(0.0, 1).running == ()
+
+
+# ------------------------------------------------------------------ hidden states
+
+
+def keep_some(engine: Engine, handle: SGLangHandle) -> None:
+    handle.load("policy", 0, POLICY)
+    handle.capture_states(100_000)
+    capture = getattr(engine.send_to_rpc.scheduler.draft_worker.draft_worker, CAPTURE)
+    capture.prefill(["a"], [0], [2], 0, torch.ones(2, 3), torch.tensor([5, 6]), torch.tensor([7]))
+
+
+def test_states_come_out_of_the_scheduler(engine: Engine, handle: SGLangHandle) -> None:
+    keep_some(engine, handle)
+    captured = handle.take_states()
+    assert captured.rids == ("a",) and captured.behind.tolist() == [6, 7] and captured.engine == "SGLang 0.5.17"
+    assert handle.take_states().rids == ()
+    handle.capture_states(0)
+    with pytest.raises(BatchError, match=r"rollout-3: SGLang could not hand over .* no memory was set aside"):
+        handle.take_states()
+
+
+def test_an_engine_that_cannot_keep_states_says_so(engine: Engine, handle: SGLangHandle) -> None:
+    engine.send_to_rpc.scheduler.draft_worker = None
+    with pytest.raises(
+        ConfigError, match=r"rollout-3: only an engine with an EAGLE drafter.*set drafter\.states: policy"
+    ):
+        handle.capture_states(100_000)
+
+
+def test_states_that_never_come_are_not_waited_for_for_ever(engine: Engine, hasty: SGLangHandle) -> None:
+    """And the late answer is nobody else's."""
+    keep_some(engine, hasty)
+    engine.tokenizer_manager.trouble.hang = "rpc"
+    with pytest.raises(WaitTimeoutError, match=r"rollout-3: SGLang did not finish handing over the hidden states"):
+        hasty.take_states()
+    engine.tokenizer_manager.trouble.hang = ""
+    engine.send_to_rpc.answers.append(RpcReqOutput(success=False, message="late"))
+    assert hasty.take_states().rids == ()
+    with pytest.raises(BatchError, match="late"):
+        engine.send_to_rpc.send = lambda message: engine.send_to_rpc.answers.append(  # type: ignore[method-assign]
+            RpcReqOutput(success=False, message="late")
+        )
+        hasty.take_states()

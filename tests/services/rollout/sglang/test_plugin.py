@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import os
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,15 +15,20 @@ from torch import Tensor
 from services.models.eagle import Eagle
 from services.models.target import target_names
 from services.rollout.sglang import plugin
+from services.rollout.sglang.capture import KEEP
+from services.rollout.sglang.captured import CapturedStates, capture_file, read_capture
 from services.rollout.sglang.loader import LoadOrder, serve_parts, served_version
 from tests.services.models.tiny import random_drafter, spec_of, tensors_of, tiny_model
 from tests.services.rollout.sglang.fused import FusedModel, same
 from tests.services.rollout.sglang.standins import (
+    Algorithm,
     Batch,
     Cache,
     HookRegistry,
     HookType,
     MultiprocessingSerializer,
+    RpcReqInput,
+    RpcReqOutput,
     Scheduler,
     UpdateWeightsFromTensorReqInput,
     draft_worker_of,
@@ -33,6 +41,9 @@ LOAD_TARGET = f"{SRT}.managers.tp_worker.TpModelWorker.update_weights_from_tenso
 LOAD_DRAFT = f"{SRT}.speculative.eagle_worker_v2.EAGLEWorkerV2.update_weights_from_tensor"
 FLUSH = f"{SRT}.managers.scheduler.Scheduler.flush_cache"
 STATE = f"{SRT}.managers.scheduler.Scheduler.get_internal_state"
+RPC = f"{SRT}.managers.scheduler.Scheduler.handle_rpc_request"
+PREFILL = f"{SRT}.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_prefill"
+VERIFIED = f"{SRT}.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode"
 TELL = f"{SRT}.managers.tokenizer_manager.TokenizerManager.convert_logprob_style"
 MODEL = tiny_model("llama", 32, 0, 2.0)
 METHOD = Eagle(spec_of(MODEL))
@@ -72,8 +83,11 @@ def stock(worker: Any, request: Any) -> tuple[bool, str]:
 
 def test_what_is_hooked_and_how() -> None:
     kinds = {target: kind for target, (_, kind) in HookRegistry.hooks.items()}
-    around, after = HookType.AROUND, HookType.AFTER
-    assert kinds == {LOAD_TARGET: around, LOAD_DRAFT: around, FLUSH: around, STATE: after, TELL: after}
+    around, before, after = HookType.AROUND, HookType.BEFORE, HookType.AFTER
+    assert kinds == {
+        LOAD_TARGET: around, LOAD_DRAFT: around, FLUSH: around, RPC: around, PREFILL: before, VERIFIED: before,
+        STATE: after, TELL: after,
+    }  # fmt: skip
 
 
 # ------------------------------------------------------------------ loads
@@ -210,3 +224,136 @@ def test_acceptance_is_told_with_all_news_not_with_the_last_only() -> None:
         meta = {}
         hooked(object(), meta, object(), 0, None, False, SimpleNamespace(spec_correct_drafts_histogram=without), 0)
         assert plugin.HISTOGRAM_KEY not in meta
+
+
+# ------------------------------------------------------------------ hidden states
+
+
+def eagle_scheduler(rank: int = 0, algorithm: Algorithm = Algorithm.EAGLE) -> Scheduler:
+    model = target()
+    HookRegistry.hooked(LOAD_TARGET, stock)(worker_of(model), whole("policy", 4, tensors_of(MODEL)))
+    return Scheduler(worker_of(model), draft_worker_of(drafter(), rank, model, algorithm))
+
+
+def call(scheduler: Scheduler, method: str, **parameters: Any) -> RpcReqOutput:
+    request = RpcReqInput(method=method, parameters=parameters)
+    return HookRegistry.hooked(RPC, Scheduler.handle_rpc_request)(scheduler, request)
+
+
+def take(scheduler: Scheduler) -> CapturedStates:
+    with capture_file() as (path, descriptor):
+        assert call(scheduler, plugin.TAKE_STATES, path=path) == RpcReqOutput(success=True, message="")
+        return read_capture(descriptor)
+
+
+def batch_of(*keys: str | None, **fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(reqs=[SimpleNamespace(rid=f"{n}/g#0", extra_key=k) for n, k in enumerate(keys)], **fields)
+
+
+def prefill(scheduler: Scheduler, batch: SimpleNamespace, states: Tensor, behind: Tensor) -> str:
+    """As EAGLEWorkerV2 calls it."""
+    hooked = HookRegistry.hooked(PREFILL, lambda worker, batch, states, ids, embeds=None: "drafted")
+    return hooked(scheduler.draft_worker.draft_worker, batch, states, behind, None)
+
+
+def verified(scheduler: Scheduler, batch: SimpleNamespace, result: SimpleNamespace) -> None:
+    HookRegistry.hooked(VERIFIED, lambda worker, batch, result: None)(
+        scheduler.draft_worker.draft_worker, batch, result
+    )
+
+
+def result_of(states: Tensor, predicted: list[int], accepted: list[int]) -> SimpleNamespace:
+    return SimpleNamespace(
+        logits_output=SimpleNamespace(hidden_states=states),
+        next_token_ids=torch.tensor(predicted, dtype=torch.int32),
+        accept_lens=torch.tensor(accepted, dtype=torch.int32),
+    )
+
+
+def some_calls(scheduler: Scheduler) -> None:
+    batch = batch_of(
+        KEEP + "0", None, KEEP + "0", prefix_lens=[0, 0, 1], extend_lens=[2, 1, 1], input_ids=torch.arange(4)
+    )
+    assert prefill(scheduler, batch, torch.arange(12.0).reshape(4, 3), torch.tensor([5, 6, 7])) == "drafted"
+    batch = batch_of(KEEP + "0", None, KEEP + "0", seq_lens=torch.tensor([2, 1, 2]))
+    verified(scheduler, batch, result_of(torch.ones(6, 3), [1, 2, 3, 4, 5, 6], [2, 1, 1]))
+
+
+def test_states_are_kept_when_asked_for_and_of_the_requests_that_ask() -> None:
+    scheduler = eagle_scheduler()
+    some_calls(scheduler)  # nothing is set aside yet
+    assert call(scheduler, plugin.CAPTURE_STATES, limit_bytes=10_000).success
+    some_calls(scheduler)
+    batch = batch_of(None, "other", seq_lens=torch.tensor([2, 1]))
+    verified(scheduler, batch, result_of(torch.ones(2, 3), [1, 2], [1, 1]))
+    captured = take(scheduler)
+    assert captured.engine == "SGLang 0.5.17" and captured.rids == ("0/g#0", "2/g#0")
+    assert captured.request.tolist() == [0, 1, 0, 1] and captured.version.tolist() == [4] * 4
+    assert captured.start.tolist() == [0, 1, 2, 2] and captured.count.tolist() == [2, 1, 2, 1]
+    assert captured.first_row.tolist() == [0, 3, 4, 8]
+    assert captured.behind.tolist() == [1, 5, 6, 7, 1, 2, 3, 4, 5, 6]
+    assert torch.equal(captured.states[:4], torch.arange(12.0).reshape(4, 3))
+    assert take(scheduler).rids == ()
+    assert call(scheduler, plugin.CAPTURE_STATES, limit_bytes=0).success
+    some_calls(scheduler)
+    assert "no memory was set aside" in call(scheduler, plugin.TAKE_STATES, path="nowhere").message
+
+
+def test_one_rank_keeps_the_states_of_all() -> None:
+    scheduler = eagle_scheduler(rank=1)
+    assert call(scheduler, plugin.CAPTURE_STATES, limit_bytes=10_000).success
+    some_calls(scheduler)
+    assert call(scheduler, plugin.TAKE_STATES, path="/nowhere/at/all").success, "another rank writes the file"
+
+
+def test_engines_without_the_last_hidden_state_refuse() -> None:
+    for scheduler in (
+        eagle_scheduler(algorithm=Algorithm.EAGLE3),
+        Scheduler(worker_of(target()), draft_worker_of(None)),
+        Scheduler(worker_of(target()), None),
+    ):
+        answer = call(scheduler, plugin.CAPTURE_STATES, limit_bytes=10_000)
+        assert not answer.success and "set drafter.states: policy" in answer.message
+
+
+def test_a_problem_while_states_are_kept_is_an_answer_never_an_exception() -> None:
+    scheduler = eagle_scheduler()
+    assert call(scheduler, plugin.CAPTURE_STATES, limit_bytes=10_000).success
+    batch = batch_of(KEEP + "0", seq_lens=torch.tensor([2, 2]))
+    verified(scheduler, batch, result_of(torch.ones(2, 3), [1, 2], [2]))
+    answer = call(scheduler, plugin.TAKE_STATES, path="nowhere")
+    assert not answer.success and "a verification of 1 requests came with tensors of" in answer.message
+
+
+def test_other_calls_of_the_scheduler_are_sglangs() -> None:
+    scheduler = Scheduler(tree_cache=Cache(evictable=3))
+    assert call(scheduler, "flush_cache", empty_cache=False).success and scheduler.emptied == [False]
+    assert not call(scheduler, "no_such_method").success
+
+
+SOURCE = Path(os.environ.get("LONGTAIL_SGLANG_SOURCE", "/nowhere"))
+
+
+@pytest.mark.skipif(
+    not SOURCE.is_dir(), reason="LONGTAIL_SGLANG_SOURCE names no folder with the source of SGLang's package"
+)
+def test_what_is_hooked_exists_in_sglang_with_these_arguments() -> None:
+    wanted = {
+        LOAD_TARGET: ["self", "recv_req"],
+        LOAD_DRAFT: ["self", "recv_req"],
+        FLUSH: ["self", "empty_cache"],
+        RPC: ["self", "recv_req"],
+        PREFILL: ["self", "batch", "target_hidden_states", "next_token_ids", "mm_input_embeds"],
+        VERIFIED: ["self", "batch", "batch_result"],
+        STATE: ["self", "recv_req"],
+        TELL: None,
+    }
+    assert wanted.keys() == HookRegistry.hooks.keys()
+    for name, arguments in wanted.items():
+        module, owner, method = name.removeprefix("sglang.").rsplit(".", 2)
+        tree = ast.parse((SOURCE / f"{module.replace('.', '/')}.py").read_text())
+        classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
+        bases = [b.id for b in classes[owner].bases if isinstance(b, ast.Name) and b.id in classes]
+        functions = [n for name in (owner, *bases) for n in classes[name].body if isinstance(n, ast.FunctionDef)]
+        function = next(n for n in functions if n.name == method)
+        assert arguments is None or [a.arg for a in function.args.args] == arguments, name

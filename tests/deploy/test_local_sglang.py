@@ -1,0 +1,101 @@
+"""A run in one process whose rollout servers are SGLang's adapter over the fake engine: the drafter trains on the
+states that the engines kept, through the real capture, and everything else is the real service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from deploy.inprocess import (
+    LocalDrafterClient,
+    LocalHost,
+    LocalPolicyClient,
+    LocalRewardClient,
+    LocalRolloutClient,
+    LocalService,
+)
+from deploy.inputs import load_inputs
+from services.config.schema import ClusterConfig, SGLangEngine
+from services.coordinator.coordinator import Coordinator, Services
+from services.core.protocols import Blob
+from services.drafter.service import build_drafter_service
+from services.drafter.state import initial_drafter_state
+from services.policy.advantage import advantages
+from services.policy.service import build_policy_service
+from services.reward.service import build_reward_service
+from services.rollout.service import RolloutService
+from services.rollout.sglang.build import build_sglang_engine
+from services.speculation.strategy import OFF, draft_strategy
+from tests.deploy.tiny_run import make_model_folder, tiny_run
+from tests.services.coordinator.fakes import Recorder
+from tests.services.rollout.sglang.fake import MAX_LEN, FakeHandle
+
+torch.set_num_threads(1)
+
+
+def config_of(model: Path, runs: Path) -> ClusterConfig:
+    return tiny_run(
+        model,
+        runs,
+        rollout={
+            "num_servers": 2, "group_size": 4, "prompts_per_step": 3, "advance_budget_s": 0.05,
+            "engine": {"type": "sglang", "max_running": 16, "max_len": MAX_LEN}, "sampling": {"max_tokens": 40},
+        },
+        drafter={"micro_step_budget_s": 0.05, "pack_tokens": 256, "states": "engine"},
+        placement={"mode": "local"},
+        run={"dir": str(runs), "steps": 3, "eval_prompts": 2, "compare_prompts": 0},
+    )  # fmt: skip
+
+
+def rollout_service(config: ClusterConfig, slot: int) -> RolloutService:
+    engine, strategy = config.rollout.engine, draft_strategy(config.speculation.strategies[0])
+    assert isinstance(engine, SGLangEngine)
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval().requires_grad_(False)
+
+    def start(arguments: Mapping[str, Any], server: str, config: ClusterConfig) -> FakeHandle:
+        return FakeHandle(model, strategy)
+
+    adapter = build_sglang_engine(config, engine, slot, start)
+    return RolloutService(adapter, {s.name: s for s in (OFF, strategy)}, time.monotonic)
+
+
+def test_the_drafter_learns_from_what_the_engines_kept(tmp_path: Path) -> None:
+    config = config_of(make_model_folder(tmp_path / "model"), tmp_path / "runs")
+    host = LocalHost(time.monotonic, time.sleep)
+    reward = build_reward_service(config)
+    policy = build_policy_service(config)
+    chunks: list[Any] = []
+    drafters = [build_drafter_service(config, i) for i in range(2)]
+    add = drafters[0].add_chunk
+    drafters[0].add_chunk = lambda chunk, tensors: (chunks.append((chunk, tensors)), add(chunk, tensors))[1]  # type: ignore[method-assign]
+    services = Services(
+        rollout=[LocalRolloutClient(LocalService(f"rollout-{i}", lambda i=i: rollout_service(config, i), host))
+                 for i in range(2)],
+        drafters=[LocalDrafterClient(LocalService(f"drafter-{i}", lambda i=i: drafters[i], host)) for i in range(2)],
+        policy=LocalPolicyClient(LocalService("policy", lambda: policy, host)),
+        reward=LocalRewardClient(LocalService("reward", lambda: reward, host)),
+        waiter=host,
+        initial_drafter=Blob(initial_drafter_state(config)),
+        advantages=advantages,
+    )  # fmt: skip
+    observer = Recorder()
+    try:
+        summary = Coordinator(config, load_inputs(config), services, observer, time.monotonic).run()
+    finally:
+        reward.close()
+    assert summary["status"] == "finished" and summary["rollouts"] == 36
+    assert not [e for e in observer.events if e.kind == "states_dropped"]
+    for step, metrics in enumerate(observer.steps, start=1):
+        mine = [(chunk, tensors) for chunk, tensors in chunks if chunk.step == step]
+        rollouts = [r for g in observer.groups[step] for r in g.rollouts]
+        versions = {v for r in rollouts for v in r.policy_versions}
+        assert {chunk.policy_version for chunk, _ in mine} == versions and len(versions) == 1
+        ids = {r.prompt_ids + r.response_ids for r in rollouts if len(r.response_ids) > 1}
+        got = {tuple(s.input_ids.tolist()) for _, tensors in mine for s in tensors}
+        assert all(any(whole[: len(g)] == g for whole in ids) for g in got) and len(got) == len(ids)
+        assert metrics.acceptance_length_live_offline is not None
