@@ -22,9 +22,11 @@ from services.config.schema import ClusterConfig, StrategyConfig
 from services.core.errors import DataError
 from services.core.types import AcceptanceStats, GroupWork, Prompt, Rollout, SamplingParams
 from services.data.source import load_prompts
+from services.drafter.state import read_drafter
 from services.models.device import pick_device
 from services.models.files import drafter_dir, model_dir, read_config, read_grown, read_tensors
 from services.models.layers import model_spec
+from services.models.methods import drafter_method
 from services.models.target import TargetModel
 from services.models.tokenizer import Tokenizer, load_tokenizer
 from services.rollout.native import EngineOptions, NativeEngine
@@ -91,8 +93,9 @@ class Bench:
         self.folder, self.device = model_dir(config.model.path), pick_device(config.model.device)
         self.tokenizer: Tokenizer = load_tokenizer(config.model.path)
         self.tensors: dict[str, Tensor] = read_tensors(self.folder)
-        self.drafter: dict[str, Tensor] = read_tensors(drafter_dir(config.model.path, config.drafter.method))
         self.spec = model_spec(read_config(self.folder))
+        method = drafter_method(config.drafter, self.spec)
+        self.drafter: dict[str, Tensor] = read_drafter(drafter_dir(config.model.path, method.name), method)
         self.hf = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).to(self.device).eval()
         self.heldout = load_prompts(config, self.tokenizer).heldout
 

@@ -133,8 +133,9 @@ def test_a_policy_loaded_mid_response(case: str, probes: Probes, reference: Refe
         told = torch.tensor(r["logprobs"])
         new, old = reference.logprobs(r, MID_FACTOR), reference.logprobs(r)
         gaps["before_load"].append((told - old).abs()[:at])
-        gaps["after_load"].append((told - new).abs()[at + 96 :])  # news of tokens made before the load come late
-        gaps["after_load_if_old"].append((told - old).abs()[at + 96 :])
+        # Only the end: SGLang goes on while the load is prepared, up to 300 tokens further than its news.
+        gaps["after_load"].append((told - new).abs()[-128:])
+        gaps["after_load_if_old"].append((told - old).abs()[-128:])
     means = {name: round(float(torch.cat(values).mean()), 5) for name, values in gaps.items()}
     results.setdefault("mid_response", {})[case] = means
     assert means["before_load"] < 0.02 and means["after_load"] < 0.02
