@@ -163,6 +163,23 @@ def bench_sglang(
             print(json.dumps(result))
 
 
+@bench_app.command("packing")
+def bench_packing(
+    config: Annotated[str, typer.Option(help="Whose model, prompts and drafter to measure.")] = "pocket-demo",
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured repeats, after one for warm-up.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+) -> None:
+    """Drafter training on packed rows against padded ones, on a step's real lengths."""
+    with errors_told():
+        resolved = config_of(config, settings or [])
+        from deploy.bench_packing import run_bench
+
+        result = run_bench(resolved, repeats)
+        if as_json:
+            print(json.dumps(result))
+
+
 @config_app.command("show")
 def config_show(config: Config, settings: Settings = None) -> None:
     """Print the resolved configuration, every default written out."""

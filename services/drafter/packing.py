@@ -10,8 +10,8 @@ from torch import Tensor
 
 from services.core.errors import BatchError
 from services.models.drafter import DrafterMethod
-from services.models.hidden import HiddenStates, align
-from services.models.packing import RowLayout, block_causal, fill_rows, plan_rows, row_layout
+from services.models.hidden import Aligned, HiddenStates, align
+from services.models.packing import RowLayout, RowPlan, block_causal, fill_rows, plan_rows, row_layout
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,13 @@ def check_states(states: Sequence[HiddenStates], method: DrafterMethod) -> None:
 def pack_states(states: Sequence[HiddenStates], budget: int, device: torch.device) -> list[DraftRows]:
     """Align and pack; batches of at most `budget` tokens, padding included (a longer sequence gets its own)."""
     aligned = [align(s) for s in states]
+    return lay_rows(aligned, plan_rows([int(a.ids.shape[0]) for a in aligned], budget), device)
+
+
+def lay_rows(aligned: Sequence[Aligned], plans: Sequence[RowPlan], device: torch.device) -> list[DraftRows]:
     lengths = [int(a.ids.shape[0]) for a in aligned]
     rows = []
-    for plan in plan_rows(lengths, budget):
+    for plan in plans:
         layout = row_layout(plan, lengths)
         own = [aligned[i] for i in plan.members]
         rows.append(

@@ -71,7 +71,10 @@ class DrafterTrainer:
 
     def train_micro_step(self, states: Sequence[HiddenStates]) -> MicroStep:
         """One AdamW update on `states` (any number of sequences; packed in batches of config.pack_tokens)."""
-        batches = self._pack(states)
+        return self.train_rows(self._pack(states))
+
+    def train_rows(self, batches: Sequence[DraftRows]) -> MicroStep:
+        """One AdamW update on rows laid out by the caller."""
         counts = supervised_counts(batches, self.config.unroll)
         self.total_steps += 1
         if not counts[0]:
@@ -95,9 +98,7 @@ class DrafterTrainer:
         check_states(states, self.method)
         # detached: states that still hang on the policy's graph would send the drafter's gradient into the policy
         cut = [s.detached() for s in states]
-        batches = pack_states(cut, self.config.pack_tokens, self.device)
-        self._grow_rope(max((b.layout.segments.shape[1] for b in batches), default=0))
-        return batches
+        return pack_states(cut, self.config.pack_tokens, self.device)
 
     def _grow_rope(self, length: int) -> None:
         if length > self._rope.cos.shape[0]:
@@ -105,6 +106,7 @@ class DrafterTrainer:
 
     def _loss(self, rows: DraftRows, counts: Sequence[int]) -> DrafterLoss:
         config, head = self.config, self.head
+        self._grow_rope(rows.layout.segments.shape[1])
         predicted = unroll(self._drafter, rows, head.embed, self._rope, config.unroll)
         feature_weight = config.feature_weight if self.method.matches_features else 0.0
         return drafter_loss(predicted, rows, head.head, counts, feature_weight, config.unroll_decay, self.temperature)
@@ -118,6 +120,7 @@ class DrafterTrainer:
         depths = self.config.unroll
         sums, counts, length, starts = [0.0] * depths, [0] * depths, 0.0, 0
         for rows in self._pack(states):
+            self._grow_rope(rows.layout.segments.shape[1])
             predicted = unroll(drafter, rows, self.head.embed, self._rope, depths)
             alphas = expected_acceptance(predicted, rows, self.head.head, self.temperature)
             for j, alpha in enumerate(alphas):
