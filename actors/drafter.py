@@ -12,8 +12,9 @@ from typing import Any
 
 from services.config.schema import ClusterConfig
 from services.core.types import AcceptanceEstimate, DrafterProgress, HiddenStateChunk
+from services.drafter.checkpoint import starting_state
 from services.drafter.service import build_drafter_service
-from services.drafter.state import DrafterState, initial_drafter_state
+from services.drafter.state import DrafterState
 from services.models.hidden import HiddenStates
 
 
@@ -26,7 +27,7 @@ class DrafterActor:
         return os.getpid()
 
     def initial_state(self) -> tuple[int, DrafterState]:
-        return 0, initial_drafter_state(self._config)
+        return 0, starting_state(self._config)
 
     def begin(self, state: DrafterState, epoch: int) -> None:
         self._service.begin(state, epoch)

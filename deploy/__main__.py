@@ -180,6 +180,23 @@ def bench_packing(
             print(json.dumps(result))
 
 
+@bench_app.command("checkpoint")
+def bench_checkpoint(
+    config: Annotated[str, typer.Option(help="Whose drafter settings to measure with.")] = "pocket-demo",
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured repeats, after one for warm-up.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+) -> None:
+    """How long drafter training stands still for a checkpoint, selective and in the background against full."""
+    with errors_told():
+        resolved = config_of(config, settings or [])
+        from deploy.bench_checkpoint import run_bench
+
+        result = run_bench(resolved, repeats)
+        if as_json:
+            print(json.dumps(result))
+
+
 @config_app.command("show")
 def config_show(config: Config, settings: Settings = None) -> None:
     """Print the resolved configuration, every default written out."""

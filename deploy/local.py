@@ -20,8 +20,8 @@ from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator, Services
 from services.coordinator.observer import RunObserver
 from services.core.protocols import Blob, Clock
+from services.drafter.checkpoint import starting_state
 from services.drafter.service import build_drafter_service
-from services.drafter.state import initial_drafter_state
 from services.policy.advantage import advantages
 from services.policy.service import build_policy_service
 from services.reward.service import RewardService, build_reward_service
@@ -68,6 +68,6 @@ def _services(config: ClusterConfig, clock: Clock, closing: ExitStack) -> Servic
         policy=LocalPolicyClient(start("policy", build_policy_service, config)),
         reward=LocalRewardClient(start("reward", reward)),
         waiter=host,
-        initial_drafter=Blob(initial_drafter_state(config)) if drafter_slots else None,
+        initial_drafter=Blob(starting_state(config)) if drafter_slots else None,
         advantages=advantages,
     )

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from services.config.engine_args import engine_arg_problems
-from services.config.section import Section
+from services.config.section import Section, SharedFolder
 from services.config.warmup import WarmupConfig
 
 
@@ -220,6 +220,8 @@ class DrafterConfig(Section):
     buffer_bytes: int = Field(256 * 2**20, ge=2**16)
     micro_step_budget_s: float = Field(0.1, gt=0)
     threads: int = Field(1, ge=1)
+    # Its training state is kept here, a folder that every slot sees, and a run that finds one there goes on from it.
+    checkpoint_dir: SharedFolder | None = None
 
     @model_validator(mode="after")
     def _layers(self) -> DrafterConfig:

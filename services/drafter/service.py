@@ -14,6 +14,7 @@ from services.core.errors import BatchError, StaleEpochError, WeightError
 from services.core.protocols import Clock
 from services.core.types import AcceptanceEstimate, DrafterProgress, HiddenStateChunk
 from services.drafter.buffer import HiddenStateBuffer
+from services.drafter.checkpoint import CheckpointWriter
 from services.drafter.head import read_target_head, target_head
 from services.drafter.packing import check_states
 from services.drafter.progress import summarise
@@ -38,8 +39,17 @@ class DrafterService:
     """Idle until `begin`; then trains in short budgets on what `add_chunk` brought. `slot` is for messages only: two
     slots with equal chunks and states do equal work."""
 
-    def __init__(self, trainer: DrafterTrainer, buffer: HiddenStateBuffer, seed: int, slot: int, clock: Clock) -> None:
+    def __init__(
+        self,
+        trainer: DrafterTrainer,
+        buffer: HiddenStateBuffer,
+        seed: int,
+        slot: int,
+        clock: Clock,
+        checkpoints: CheckpointWriter | None = None,
+    ) -> None:
         self._trainer = trainer
+        self._checkpoints = checkpoints
         self._buffer = buffer
         self._seed = seed
         self._slot = slot
@@ -90,10 +100,13 @@ class DrafterService:
         return self._buffer.sample(self._trainer.config.pack_tokens, rng)
 
     def snapshot(self, epoch: int) -> tuple[int, DrafterState]:
-        """(total_steps, a copy of the state) for the next `begin`, here or in another slot. A lease ends with it."""
+        """(total_steps, a copy of the state) for the next `begin`, here or in another slot. A lease ends with it.
+        It also goes to the disk, in the background, where drafter.checkpoint_dir says so."""
         self._check(epoch)
         state = self._trainer.state()
         free_cache(self._trainer.device)
+        if self._checkpoints is not None:
+            self._checkpoints.save(state)
         return self._trainer.total_steps, state
 
     def export(self, state: DrafterState) -> tuple[int, dict[str, Tensor]]:
@@ -129,4 +142,6 @@ def build_drafter_service(config: ClusterConfig, slot: int, clock: Clock = time.
     spec, device = model_spec(read_config(folder)), pick_device(config.model.device)
     trainer = DrafterTrainer(spec, config.drafter, config.rollout.sampling.temperature, device)
     trainer.load_head(read_target_head(folder, spec, device))
-    return DrafterService(trainer, HiddenStateBuffer(config.drafter.buffer_bytes), config.run.seed, slot, clock)
+    buffer, folder = HiddenStateBuffer(config.drafter.buffer_bytes), config.drafter.checkpoint_dir
+    writer = None if folder is None else CheckpointWriter(folder, trainer.method, f"slot-{slot}")
+    return DrafterService(trainer, buffer, config.run.seed, slot, clock, writer)

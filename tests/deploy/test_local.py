@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from deploy.local import run_local
 from services.core.errors import StopRequested
+from services.drafter.checkpoint import checkpoints, starting_state
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 from tests.services.coordinator.fakes import Recorder
 
@@ -50,6 +52,19 @@ def test_every_part_of_a_run_works_together(model: Path, tmp_path: Path) -> None
         assert metrics.acceptance_length >= 1 and metrics.acceptance_length_frozen_offline is not None
     ((version, tensors),) = exported
     assert version == summary["drafter_version"] and all(torch.isfinite(t).all() for t in tensors.values())
+
+
+def test_a_run_goes_on_from_the_drafter_of_the_one_before(model: Path, tmp_path: Path) -> None:
+    config = tiny_run(model, tmp_path, drafter={"checkpoint_dir": str(tmp_path / "kept"), "pack_tokens": 256})
+    run_local(config, Recorder())
+    give_up = time.monotonic() + 30
+    while not checkpoints(tmp_path / "kept"):
+        assert time.monotonic() < give_up, "nothing was written"
+        time.sleep(0.05)
+    state = starting_state(config)
+    assert state["total_steps"] > 0
+    run_local(config, Recorder())
+    assert starting_state(config)["total_steps"] >= state["total_steps"]
 
 
 def test_without_speculation_no_drafter_is_needed(model: Path, tmp_path: Path) -> None:

@@ -206,3 +206,9 @@ def test_what_only_the_native_engine_runs() -> None:
     assert mistakes(strategy("suffix", 4)) == []
     assert mistakes(strategy("eagle", 3, 2, 6, sampled=True), "rollout.sampling.top_p=0.9") == []
     assert mistakes(strategy("suffix", 4), "drafter.method=eagle3") == [], "nothing drafts with it"
+
+
+def test_a_checkpoint_folder_is_the_same_for_every_process() -> None:
+    (line,) = mistakes("drafter.checkpoint_dir=kept")
+    assert "drafter.checkpoint_dir" in line and "give an absolute path" in line
+    assert mistakes("drafter.checkpoint_dir=/shared/kept") == []
