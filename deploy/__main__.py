@@ -6,8 +6,9 @@ torch, Ray and transformers are imported inside the commands that need them, so 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,6 +34,9 @@ Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE|FILE", help="Overrides such as rollout.group_size=4, or further YAML files."),
 ]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Measured repeats of each cell, after one for warm-up.")]
+AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
 
 
 @app.command()
@@ -118,7 +122,7 @@ def curves(
 def data_check(
     file: Annotated[Path, typer.Argument(help="A JSONL or Parquet prompt set.")],
     config: Annotated[str, typer.Option(help="Whose model, template and limits to check against.")] = "pocket-demo",
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override.")] = None,
+    settings: Overrides = None,
     mode: Annotated[str | None, typer.Option(help="strict: any bad row fails; skip: bad rows are left out.")] = None,
 ) -> None:
     """Name line and reason of every row that a run could not use."""
@@ -128,73 +132,70 @@ def data_check(
         check(file, config_of(config, settings or []), mode)
 
 
+def _end(result: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result))
+
+
 @bench_app.command("rollout")
 def bench_rollout(
     config: Annotated[str, typer.Option(help="Whose model and engine to measure.")] = "pocket-demo",
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Measured repeats of each cell, after one for warm-up.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+    settings: Overrides = None,
+    repeats: Repeats = 5,
+    as_json: AsJson = False,
 ) -> None:
     """Tokens per second of transformers' generate, of the engine without speculation, and with each strategy."""
     with errors_told():
         resolved = config_of(config, settings or [])
         from deploy.bench_rollout import run_bench
 
-        result = run_bench(resolved, repeats)
-        if as_json:
-            print(json.dumps(result))
+        _end(run_bench(resolved, repeats), as_json)
 
 
 @bench_app.command("sglang")
 def bench_sglang(
     config: Annotated[str, typer.Option(help="Whose model and engine to measure.")] = "reasoner-sglang",
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Measured repeats of each cell, after one for warm-up.")] = 5,
+    settings: Overrides = None,
+    repeats: Repeats = 5,
     publish: Annotated[bool, typer.Option(help="Also time publishing weights of a 7B shape.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Throughput through the rollout actor against a bare SGLang engine, and how long published weights travel."""
     with errors_told():
         resolved = config_of(config, settings or [])
         from deploy.bench_sglang import run_bench
 
-        result = run_bench(resolved, repeats, publish)
-        if as_json:
-            print(json.dumps(result))
+        _end(run_bench(resolved, repeats, publish), as_json)
 
 
 @bench_app.command("packing")
 def bench_packing(
     config: Annotated[str, typer.Option(help="Whose model, prompts and drafter to measure.")] = "pocket-demo",
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Measured repeats, after one for warm-up.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+    settings: Overrides = None,
+    repeats: Repeats = 5,
+    as_json: AsJson = False,
 ) -> None:
     """Drafter training on packed rows against padded ones, on a step's real lengths."""
     with errors_told():
         resolved = config_of(config, settings or [])
         from deploy.bench_packing import run_bench
 
-        result = run_bench(resolved, repeats)
-        if as_json:
-            print(json.dumps(result))
+        _end(run_bench(resolved, repeats), as_json)
 
 
 @bench_app.command("checkpoint")
 def bench_checkpoint(
     config: Annotated[str, typer.Option(help="Whose drafter settings to measure with.")] = "pocket-demo",
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Measured repeats, after one for warm-up.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+    settings: Overrides = None,
+    repeats: Repeats = 5,
+    as_json: AsJson = False,
 ) -> None:
     """How long drafter training stands still for a checkpoint, selective and in the background against full."""
     with errors_told():
         resolved = config_of(config, settings or [])
         from deploy.bench_checkpoint import run_bench
 
-        result = run_bench(resolved, repeats)
-        if as_json:
-            print(json.dumps(result))
+        _end(run_bench(resolved, repeats), as_json)
 
 
 @config_app.command("show")
