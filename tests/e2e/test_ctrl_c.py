@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -28,9 +30,15 @@ def test_ctrl_c_leaves_a_valid_run_folder_and_no_process(tmp_path: Path) -> None
     command = [sys.executable, "-m", "deploy", "train", str(preset), "--quiet"]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     # A session of its own, as in a terminal: the signal goes to the whole foreground group, Ray's processes included.
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
-    )
+    with _interrupts_heeded():
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
     try:
         _wait_for_steps(process, tmp_path / "runs", steps=2)
         started = psutil.Process(process.pid).children(recursive=True)
@@ -45,6 +53,16 @@ def test_ctrl_c_leaves_a_valid_run_folder_and_no_process(tmp_path: Path) -> None
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert summary["status"] == "stopped" and summary["steps"] >= 2
     assert (folder / "report.html").stat().st_size > 1000
+
+
+@contextmanager
+def _interrupts_heeded() -> Iterator[None]:
+    """A shell starts background jobs with SIGINT ignored, and their children inherit that: these tests' too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _wait_for_steps(process: subprocess.Popen[str], runs: Path, steps: int) -> None:
