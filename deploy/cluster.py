@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -278,4 +279,7 @@ class _Watch:
         published = ray.get(coordinator.published_drafter.remote(), timeout=30.0)
         if published is not None:
             version, (reference,) = published
-            self._on_drafter(version, ray.get(reference, timeout=30.0))
+            with warnings.catch_warnings():  # tensors are views of the object store, and are only read
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+                tensors = ray.get(reference, timeout=30.0)
+            self._on_drafter(version, tensors)
