@@ -30,6 +30,7 @@ from deploy.provenance import provenance
 from services.config.schema import ClusterConfig, SGLangEngine
 from services.core.errors import ConfigError, WaitTimeoutError
 from services.core.types import GroupWork, Prompt, SamplingParams
+from services.drafter.state import read_drafter
 from services.models.files import drafter_dir, model_dir, read_config, read_grown, read_tensors
 from services.models.layers import model_spec
 from services.models.methods import drafter_method
@@ -150,8 +151,7 @@ def _load_from_disk(server: Any, config: ClusterConfig) -> Any:
     _get(server.load_policy.remote(0, policy, EPOCH), timeout_s, "the policy load")
     if config.speculation.strategies[0].drafter == "eagle":
         method = drafter_method(config.drafter, spec)
-        found = read_tensors(drafter_dir(config.model.path, method.name))
-        drafter = {name: found[name] for name in method.names()}
+        drafter = read_drafter(drafter_dir(config.model.path, method.name), method)
         _get(server.load_drafter.remote(0, drafter, EPOCH), timeout_s, "the drafter load")
     return policy
 

@@ -149,30 +149,29 @@ def _take_states(scheduler: Any, path: str) -> None:
         raise ConfigError("no memory was set aside for hidden states")
 
 
-def _kept_rids(batch: Any) -> list[str | None]:
-    return [r.rid if r.extra_key is not None and r.extra_key.startswith(KEEP) else None for r in batch.reqs]
+def _wanted(worker: Any, batch: Any) -> tuple[StateCapture, list[str | None], int] | None:
+    """(where states go, the batch's rids with None for those nobody wants, the policy version); None when nothing of
+    this batch is kept."""
+    capture: StateCapture | None = getattr(worker, CAPTURE, None)
+    if capture is None:
+        return None
+    rids = [r.rid if r.extra_key is not None and r.extra_key.startswith(KEEP) else None for r in batch.reqs]
+    version = served_version(worker.target_worker.model_runner.model)
+    return (capture, rids, version) if any(rids) and version is not None else None
 
 
 def _keep_prefill(worker: Any, batch: Any, states: Tensor, next_token_ids: Tensor, *args: Any, **kwargs: Any) -> None:
     """Before the draft's prefill: `batch.input_ids` are the ids that the target was just fed with, `states` [ids,H] its
     last hidden states behind the final norm."""
-    capture: StateCapture | None = getattr(worker, CAPTURE, None)
-    if capture is None:
-        return
-    rids = _kept_rids(batch)
-    version = served_version(worker.target_worker.model_runner.model)
-    if any(rids) and version is not None:
+    if wanted := _wanted(worker, batch):
+        capture, rids, version = wanted
         capture.prefill(rids, batch.prefix_lens, batch.extend_lens, version, states, batch.input_ids, next_token_ids)
 
 
 def _keep_verification(worker: Any, batch: Any, result: Any) -> None:
     """Before the draft catches up with a verification, chain or tree: the accepted path lies at the front of each
     request's nodes; `batch.seq_lens` is still the length before it, the root's position."""
-    capture: StateCapture | None = getattr(worker, CAPTURE, None)
-    if capture is None:
-        return
-    rids = _kept_rids(batch)
-    version = served_version(worker.target_worker.model_runner.model)
-    if any(rids) and version is not None:
+    if wanted := _wanted(worker, batch):
+        capture, rids, version = wanted
         states = result.logits_output.hidden_states
         capture.decode(rids, version, states, result.next_token_ids, result.accept_lens, batch.seq_lens)
