@@ -1,7 +1,9 @@
 """`longtail bench sglang`: what the rollout server costs on top of a bare SGLang engine, and how long versions travel.
 
 Throughput: the same prompts, greedy, through the rollout actor and through a bare `sglang.Engine` with the very same
-arguments in another actor on the same GPU; interleaved within every repeat, the first one dropped. Capture: the rollout
+arguments in another actor on the same GPU; one after the other within every repeat, in turns first, the first repeat
+dropped. `ratio` is the median of the repeats' own ratios. Give it prompts with long responses: cells of a second say
+little. Capture: the rollout
 actor alone, with and without hidden states kept for the drafter, in turns, each from an empty prefix cache as after a
 policy load; handing the states over is timed by itself. Publishing: a publisher actor hands weights of a 7B shape
 (constant numbers) to a rollout actor with such an engine, over the object store, as the policy trainer and the drafter
@@ -15,6 +17,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,12 +38,12 @@ from services.models.files import drafter_dir, model_dir, read_config, read_grow
 from services.models.layers import model_spec
 from services.models.methods import drafter_method
 from services.models.target import target_names
+from services.rollout.sglang.arguments import sampling_arguments
 from services.rollout.sglang.build import slot_arguments
 from services.rollout.sglang.launch import start_engine
 
 BATCHES = (1, 8, 32, 64)
 CAPTURE_BATCHES = (8, 32, 64)
-NEW_TOKENS = 256
 EPOCH = 1
 STORE_7B = 40 * 10**9  # two versions of 15 GB and room
 SHAPE_7B = {
@@ -62,11 +65,12 @@ class BareEngine:
 
     def ready(self) -> None: ...
 
-    def generate(self, prompts: Sequence[Sequence[int]], stop: Sequence[int]) -> tuple[int, float]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> tuple[int, float]:
         """(tokens, seconds), with the logprobs that training needs."""
-        sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "stop_token_ids": list(stop)}
+        arguments = sampling_arguments(sampling, seed=0, deterministic=False)
         started = time.monotonic()
-        out = self._engine.generate(input_ids=[list(p) for p in prompts], sampling_params=sampling, return_logprob=True)
+        ids = [list(p) for p in prompts]
+        out = self._engine.generate(input_ids=ids, sampling_params=arguments, return_logprob=True)
         return sum(len(o["output_ids"]) for o in out), time.monotonic() - started
 
 
@@ -101,7 +105,7 @@ def run_bench(config: ClusterConfig, repeats: int, publishing: bool) -> dict[str
         "grown": read_grown(model_dir(config.model.path)),
         "seed": config.run.seed,
         "strategy": config.speculation.strategies[0].model_dump(),
-        "new_tokens": NEW_TOKENS,
+        "max_tokens": config.rollout.sampling.max_tokens,
         "repeats": repeats,
         "cells": cells,
         "actor_vs_bare_min": min(cell["ratio"] for cell in cells),
@@ -123,17 +127,17 @@ def _throughput(config: ClusterConfig, repeats: int) -> tuple[list[dict[str, Any
         wait_s = config.coordinator.start_timeout_s
         _get([server.process_id.remote(), bare.ready.remote()], wait_s, "both engines to start")
         policy = _load_from_disk(server, config)
-        stop = inputs.sampling.stop_token_ids
+        sampling = replace(inputs.sampling, temperature=0.0, stop_strings=())
         prompts = {n: [inputs.heldout[i % len(inputs.heldout)] for i in range(n)] for n in BATCHES}
         cells = []
         for batch in BATCHES:
-            cells.append(_cell(server, bare, prompts[batch], stop, repeats, config))
+            cells.append(_cell(server, bare, prompts[batch], sampling, repeats, config))
             print(json.dumps(cells[-1]), flush=True)
         if not captures:
             return cells, None
         capture = []
         for batch in CAPTURE_BATCHES:
-            capture.append(_capture_cell(server, policy, prompts[batch], stop, repeats, config))
+            capture.append(_capture_cell(server, policy, prompts[batch], sampling, repeats, config))
             print(json.dumps({"capture": capture[-1]}), flush=True)
         return cells, capture
     finally:
@@ -157,28 +161,31 @@ def _load_from_disk(server: Any, config: ClusterConfig) -> Any:
 
 
 def _cell(
-    server: Any, bare: Any, prompts: Sequence[Prompt], stop: Sequence[int], repeats: int, config: ClusterConfig
+    server: Any, bare: Any, prompts: Sequence[Prompt], sampling: SamplingParams, repeats: int, config: ClusterConfig
 ) -> dict[str, Any]:
-    timeout_s = config.coordinator.call_timeout_s
+    """Tokens per second on both sides, medians and extremes over the repeats."""
+    ids, timeout_s = [p.token_ids for p in prompts], config.coordinator.call_timeout_s
     rates: dict[str, list[float]] = {"actor": [], "bare": []}
-    length = None
+    length, seconds = None, 0.0
     for repeat in range(repeats + 1):
-        tokens, seconds, length = _through_actor(server, prompts, stop, repeat, config)
-        ids = [p.token_ids for p in prompts]
-        bare_tokens, bare_seconds = _get(bare.generate.remote(ids, stop), timeout_s, "the bare engine")
-        if repeat:
-            rates["actor"].append(tokens / seconds)
-            rates["bare"].append(bare_tokens / bare_seconds)
-    actor, plain = median(rates["actor"]), median(rates["bare"])
+        for side in ("actor", "bare") if repeat % 2 else ("bare", "actor"):
+            if side == "actor":
+                tokens, seconds, length = _through_actor(server, prompts, sampling, repeat, config)
+            else:
+                tokens, seconds = _get(bare.generate.remote(ids, sampling), timeout_s, "the bare engine")
+            if repeat:
+                rates[side].append(tokens / seconds)
+    ratios = [a / b for a, b in zip(rates["actor"], rates["bare"], strict=True)]
     spread = {f"{k}_spread": [round(min(v), 1), round(max(v), 1)] for k, v in rates.items()}
     return {
-        "batch": len(prompts), "actor_tokens_per_s": round(actor, 1), "bare_tokens_per_s": round(plain, 1),
-        "ratio": round(actor / plain, 4), "acceptance_length": length, **spread,
+        "batch": len(prompts), "actor_tokens_per_s": round(median(rates["actor"]), 1),
+        "bare_tokens_per_s": round(median(rates["bare"]), 1), "ratio": round(median(ratios), 4),
+        "ratios": [round(r, 3) for r in ratios], "acceptance_length": length, "seconds": round(seconds, 2), **spread,
     }  # fmt: skip
 
 
 def _capture_cell(
-    server: Any, policy: Any, prompts: Sequence[Prompt], stop: Sequence[int], repeats: int, config: ClusterConfig
+    server: Any, policy: Any, prompts: Sequence[Prompt], sampling: SamplingParams, repeats: int, config: ClusterConfig
 ) -> dict[str, Any]:
     timeout_s = config.coordinator.call_timeout_s
     costs, rates, taking, bandwidth, missing = [], [], [], [], 0
@@ -186,7 +193,7 @@ def _capture_cell(
         per_token = {}
         for keep in (False, True) if repeat % 2 else (True, False):
             _get(server.load_policy.remote(0, policy, EPOCH), timeout_s, "the policy load")
-            tokens, seconds, _ = _through_actor(server, prompts, stop, repeat, config, keep)
+            tokens, seconds, _ = _through_actor(server, prompts, sampling, repeat, config, keep)
             per_token[keep] = seconds / tokens
             if keep:
                 started = time.monotonic()
@@ -210,13 +217,12 @@ def _capture_cell(
 def _through_actor(
     server: Any,
     prompts: Sequence[Prompt],
-    stop: Sequence[int],
+    sampling: SamplingParams,
     repeat: int,
     config: ClusterConfig,
     keep_states: bool = False,
 ) -> tuple[int, float, float | None]:
     """(tokens, seconds, acceptance length) as the coordinator would drive it."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, stop_token_ids=tuple(stop))
     work = [GroupWork(f"{repeat}.{i}", p, (0,), (i,), sampling, keep_states) for i, p in enumerate(prompts)]
     budget_s, timeout_s = config.rollout.advance_budget_s, config.coordinator.call_timeout_s
     tokens, done, steps, accepted = 0, 0, 0, 0

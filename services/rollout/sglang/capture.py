@@ -3,15 +3,15 @@
 Prefill and verification hold the states on the GPU anyway, because the draft reads them. Each such call is copied as it
 is, rejected rows included, into one arena of pinned host memory: states from its front, numbers (token ids, accepted
 lengths, positions) from its back. Nothing here waits for the GPU: what a row means is found out by the reader (see
-`captured`), so a call costs two small kernels and two copies beside the forward stream. When the arena is full, nothing
-more is kept until it has been taken.
+`captured`). The copies go into the stream that made the tensors: behind a forward pass their bytes are nothing, while a
+stream beside it would cost every round a clone and two events. When the arena is full, nothing more is kept until it
+has been taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,59 +22,14 @@ from services.rollout.sglang.captured import NUMBER, Call, Header, write_capture
 KEEP = "longtail-states/"  # how the cache key of a request begins whose states are kept
 
 
-class Copies(Protocol):
-    """How tensors get into the arena."""
-
-    def arena(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] in host memory."""
-
-    def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy each first tensor, which nobody else holds, into its second; may go on after the return."""
-
-    def finish(self) -> None:
-        """Returns when all that was started has arrived."""
-
-
-class ImmediateCopies:
-    """On a CPU."""
-
-    def arena(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for source, place in pairs:
-            place.copy_(source)
-
-    def finish(self) -> None: ...
-
-
-class StreamCopies:
-    """From a GPU, on a stream of their own behind the work that made the tensors: the forward stream goes on."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    def arena(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            for source, place in pairs:
-                place.copy_(source, non_blocking=True)
-                source.record_stream(self._stream)  # its memory is not handed out again before it was read
-
-    def finish(self) -> None:
-        self._stream.synchronize()
-
-
 class StateCapture:
-    """One arena of `limit_bytes` and the record of what lies where. A request is named by its rid, or None when its
-    states are not wanted."""
+    """One arena of `limit_bytes` for tensors of `device`, and the record of what lies where. A request is named by its
+    rid, or None when its states are not wanted."""
 
-    def __init__(self, limit_bytes: int, copies: Copies) -> None:
-        self._copies = copies
-        self._arena = copies.arena(limit_bytes // NUMBER.itemsize * NUMBER.itemsize)
+    def __init__(self, limit_bytes: int, device: torch.device) -> None:
+        self._device = device
+        whole = limit_bytes // NUMBER.itemsize * NUMBER.itemsize
+        self._arena = torch.empty(whole, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._numbers = self._arena.view(NUMBER)
         self._fault = ""
         self._shape: tuple[int, torch.dtype] | None = None  # width of a row and its dtype: one model, one shape
@@ -150,8 +105,8 @@ class StateCapture:
             return False
         places = self._arena[end - len(states) * row_bytes : end].view(states.dtype).view(-1, shape[0])
         flat = torch.cat([t.reshape(-1) for t in numbers]).to(NUMBER)
-        # clones: a CUDA graph's outputs are overwritten by its next run
-        self._copies.start([(states.clone(), places), (flat, self._numbers[low : self._low])])
+        places.copy_(states, non_blocking=True)
+        self._numbers[low : self._low].copy_(flat, non_blocking=True)
         known = [-1 if rid is None else self._rids.setdefault(rid, len(self._rids)) for rid in rids]
         self._calls.append(Call(version, self._rows, len(states), low, known, list(starts), list(counts)))
         self._rows, self._low = self._rows + len(states), low
@@ -166,7 +121,8 @@ class StateCapture:
         """Write all that was kept into the file at `path` and begin anew. `engine` names SGLang and its version. The
         file's name goes at once: whoever made it has it open. Raises BatchError when SGLang's tensors had other shapes
         than this module knows."""
-        self._copies.finish()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the copies have arrived
         if self._fault:
             raise BatchError(f"hidden states cannot be kept: {self._fault}")
         width, dtype = self._shape or (0, torch.float32)

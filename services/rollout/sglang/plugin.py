@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.core.errors import ConfigError, WeightError
-from services.rollout.sglang.capture import KEEP, ImmediateCopies, StateCapture, StreamCopies
+from services.rollout.sglang.capture import KEEP, StateCapture
 from services.rollout.sglang.handle import Kind
 from services.rollout.sglang.loader import load_part, parse_order, served_version
 
@@ -133,8 +133,7 @@ def _capture_states(scheduler: Any, limit_bytes: int) -> None:
         raise ConfigError("only an engine with an EAGLE drafter has the states to keep: set drafter.states: policy")
     capture = None
     if limit_bytes and worker.ps.tp_rank == 0:  # every rank has the same states
-        device = torch.device(worker.device)
-        capture = StateCapture(limit_bytes, StreamCopies(device) if device.type == "cuda" else ImmediateCopies())
+        capture = StateCapture(limit_bytes, torch.device(worker.device))
     setattr(worker, CAPTURE, capture)
 
 

@@ -23,7 +23,7 @@ from services.models.drafter import DrafterMethod
 from services.models.eagle import Eagle
 from services.models.target import TargetModel, target_names
 from services.rollout.native import EngineOptions, NativeEngine
-from services.rollout.sglang.capture import ImmediateCopies, StateCapture
+from services.rollout.sglang.capture import StateCapture
 from services.rollout.sglang.captured import CapturedStates, capture_file, read_capture
 from services.rollout.sglang.engine import SGLangLimits
 from services.rollout.sglang.handle import Kind, Update
@@ -242,7 +242,7 @@ class FakeHandle:
         self._alive()
         if self._strategy.drafter != "eagle":
             raise ConfigError("only an engine with an EAGLE drafter has the states to keep")
-        self._capture = StateCapture(limit_bytes, ImmediateCopies()) if limit_bytes else None
+        self._capture = StateCapture(limit_bytes, torch.device("cpu")) if limit_bytes else None
 
     def take_states(self) -> CapturedStates:
         self._alive()

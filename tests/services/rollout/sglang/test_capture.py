@@ -21,12 +21,13 @@ from torch import Tensor
 from services.core.errors import BatchError
 from services.core.types import AcceptanceStats, FinishReason, HiddenStateChunk, Rollout, SamplingParams
 from services.models.hidden import HiddenStates
-from services.rollout.sglang.capture import ImmediateCopies, StateCapture
+from services.rollout.sglang.capture import StateCapture
 from services.rollout.sglang.captured import SHARED_MEMORY, CapturedStates, capture_file, read_capture
 from services.rollout.sglang.states import assemble
 
 WIDTH, ENGINE, NONSENSE = 3, "SGLang 0.5.17", 99
 ROOMY = 2**20
+CPU = torch.device("cpu")
 
 
 def state(version: int, ids: list[int]) -> list[float]:
@@ -199,7 +200,7 @@ def check_states(lives: list[Life], found: list[HiddenStates], version: int) -> 
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32), width=st.integers(1, 5), room=st.sampled_from([ROOMY, ROOMY, 6000, 2500, 400]))
 def test_every_state_is_the_positions_own(seed: int, width: int, room: int) -> None:
-    capture = StateCapture(room, ImmediateCopies())
+    capture = StateCapture(room, CPU)
     engine = Random(capture, random.Random(seed), width)
     for window in range(2):
         engine.lives, engine.cached = [], []  # another window: no prefix of the one before
@@ -242,7 +243,7 @@ def one_life(capture: StateCapture, count: int = 12, seed: int = 0) -> Life:
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_states_of_other_tokens_are_an_error_that_names_the_version(shift: int) -> None:
-    capture = StateCapture(ROOMY, ImmediateCopies())
+    capture = StateCapture(ROOMY, CPU)
     life = one_life(capture)
     captured = taken(capture)
     moved = replace(captured, behind=np.roll(captured.behind, shift))
@@ -254,18 +255,18 @@ def test_states_of_other_tokens_are_an_error_that_names_the_version(shift: int) 
 
 
 def test_an_engine_that_keeps_nothing_is_an_error_and_without_rollouts_none() -> None:
-    capture = StateCapture(ROOMY, ImmediateCopies())
-    life = one_life(StateCapture(ROOMY, ImmediateCopies()))
+    capture = StateCapture(ROOMY, CPU)
+    life = one_life(StateCapture(ROOMY, CPU))
     with pytest.raises(BatchError, match="does not call the methods that this version of Longtail hooks"):
         assemble(taken(capture), {life.rid: rollout(life)}, 1, 0)
     assert assemble(taken(capture), {}, 4, 7) == (HiddenStateChunk(7, 4, 0, 0, 0), [])
 
 
 def test_a_full_arena_keeps_what_it_has_and_says_what_was_lost() -> None:
-    whole = StateCapture(ROOMY, ImmediateCopies())
+    whole = StateCapture(ROOMY, CPU)
     life = one_life(whole)
     found = assemble(taken(whole), {life.rid: rollout(life)}, 1, 0)[1]
-    small = StateCapture(260, ImmediateCopies())
+    small = StateCapture(260, CPU)
     one_life(small)
     captured = taken(small)
     assert captured.cut == {life.rid} and not captured.void and captured.lost_bytes % (4 * WIDTH) == 0
@@ -279,7 +280,7 @@ def test_a_full_arena_keeps_what_it_has_and_says_what_was_lost() -> None:
 
 
 def test_states_that_are_not_finite_are_missing() -> None:
-    capture = StateCapture(ROOMY, ImmediateCopies())
+    capture = StateCapture(ROOMY, CPU)
     life = one_life(capture)
     captured = taken(capture)
     captured.states[2] = torch.nan
@@ -296,11 +297,11 @@ def test_tensors_of_other_shapes_are_told_when_the_states_are_taken() -> None:
         lambda c: c.decode(["a", "b"], 0, torch.ones(3, WIDTH), torch.ones(3), two, two),
         lambda c: c.decode(["a", "b"], 0, torch.ones(4, WIDTH), torch.ones(4), one, two),
     ):
-        capture = StateCapture(ROOMY, ImmediateCopies())
+        capture = StateCapture(ROOMY, CPU)
         wrong(capture)
         with pytest.raises(BatchError, match=r"hidden states cannot be kept: a .* came with tensors of"):
             taken(capture)
-    capture = StateCapture(ROOMY, ImmediateCopies())
+    capture = StateCapture(ROOMY, CPU)
     capture.prefill(["a"], [0], [2], 0, torch.ones(2, WIDTH), torch.ones(2), one)
     capture.prefill(["a"], [2], [2], 0, torch.ones(2, WIDTH + 1), torch.ones(2), one)
     with pytest.raises(BatchError, match="cannot be kept"):
@@ -309,14 +310,14 @@ def test_tensors_of_other_shapes_are_told_when_the_states_are_taken() -> None:
 
 def test_accepted_lengths_that_cannot_be_are_an_error() -> None:
     for length in (0, 3):
-        capture = StateCapture(ROOMY, ImmediateCopies())
+        capture = StateCapture(ROOMY, CPU)
         capture.decode(["a"], 0, torch.ones(2, WIDTH), torch.ones(2), torch.tensor([length]), torch.tensor([4]))
         with pytest.raises(BatchError, match=r"SGLang 0\.5\.17 accepted \[\d\] of 2 nodes at \[4\]"):
             taken(capture)
 
 
 def test_bfloat16_stays_what_it_is() -> None:
-    capture = StateCapture(ROOMY, ImmediateCopies())
+    capture = StateCapture(ROOMY, CPU)
     rows = torch.arange(21.0).reshape(7, 3).bfloat16()
     capture.prefill(["a"], [0], [7], 2, rows, torch.arange(7), torch.tensor([7]))
     captured = taken(capture)
@@ -331,7 +332,7 @@ def test_nothing_of_a_transfer_stays() -> None:
         return set(folder.glob("longtail-states-*"))
 
     before = left()
-    capture = StateCapture(ROOMY, ImmediateCopies())
+    capture = StateCapture(ROOMY, CPU)
     one_life(capture)
     captured = taken(capture)
     assert left() == before and captured.states.shape[0] > 0, "readable although its name is gone"
