@@ -2,12 +2,12 @@
 
 Throughput: the same prompts, greedy, through the rollout actor and through a bare `sglang.Engine` with the very same
 arguments in another actor on the same GPU; one after the other within every repeat, in turns first, the first repeat
-dropped. `ratio` is the median of the repeats' own ratios. Give it prompts with long responses: cells of a second say
-little. Capture: the rollout
-actor alone, with and without hidden states kept for the drafter, in turns, each from an empty prefix cache as after a
-policy load; handing the states over is timed by itself. Publishing: a publisher actor hands weights of a 7B shape
-(constant numbers) to a rollout actor with such an engine, over the object store, as the policy trainer and the drafter
-trainers do; the clock runs until the engine says that it serves them.
+dropped. `ratio` is the median of the repeats' own ratios. Capture: the rollout actor alone, with and without hidden
+states kept for the drafter, in turns; handing the states over is timed by itself. Every repeat has prompts that no
+cache has seen. A small model is bound by the CPU that launches its kernels, and all these figures with it: `longtail
+grow` one. Publishing: a publisher actor hands weights of a 7B shape (constant numbers) to a rollout actor with such an
+engine, over the object store, as the policy trainer and the drafter trainers do; the clock runs until the engine says
+that it serves them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -126,18 +127,18 @@ def _throughput(config: ClusterConfig, repeats: int) -> tuple[list[dict[str, Any
     try:
         wait_s = config.coordinator.start_timeout_s
         _get([server.process_id.remote(), bare.ready.remote()], wait_s, "both engines to start")
-        policy = _load_from_disk(server, config)
+        _load_from_disk(server, config)
         sampling = replace(inputs.sampling, temperature=0.0, stop_strings=())
-        prompts = {n: [inputs.heldout[i % len(inputs.heldout)] for i in range(n)] for n in BATCHES}
+        unseen = iter(inputs.train)
         cells = []
         for batch in BATCHES:
-            cells.append(_cell(server, bare, prompts[batch], sampling, repeats, config))
+            cells.append(_cell(server, bare, _batches(unseen, batch, repeats), sampling, config))
             print(json.dumps(cells[-1]), flush=True)
         if not captures:
             return cells, None
         capture = []
         for batch in CAPTURE_BATCHES:
-            capture.append(_capture_cell(server, policy, prompts[batch], sampling, repeats, config))
+            capture.append(_capture_cell(server, _batches(unseen, batch, repeats), sampling, config))
             print(json.dumps({"capture": capture[-1]}), flush=True)
         return cells, capture
     finally:
@@ -145,8 +146,15 @@ def _throughput(config: ClusterConfig, repeats: int) -> tuple[list[dict[str, Any
             ray.kill(actor)
 
 
-def _load_from_disk(server: Any, config: ClusterConfig) -> Any:
-    """A reference to the policy's weights."""
+def _batches(unseen: Iterator[Prompt], batch: int, repeats: int) -> list[list[Prompt]]:
+    """Prompts of every repeat and of the one that is dropped."""
+    batches = [list(islice(unseen, batch)) for _ in range(repeats + 1)]
+    if len(batches[-1]) < batch:
+        raise ConfigError("too few prompts for so many repeats: raise data.source.size")
+    return batches
+
+
+def _load_from_disk(server: Any, config: ClusterConfig) -> None:
     folder, timeout_s = model_dir(config.model.path), config.coordinator.call_timeout_s
     spec = model_spec(read_config(folder))
     tensors = read_tensors(folder)
@@ -157,17 +165,17 @@ def _load_from_disk(server: Any, config: ClusterConfig) -> Any:
         method = drafter_method(config.drafter, spec)
         drafter = read_drafter(drafter_dir(config.model.path, method.name), method)
         _get(server.load_drafter.remote(0, drafter, EPOCH), timeout_s, "the drafter load")
-    return policy
 
 
 def _cell(
-    server: Any, bare: Any, prompts: Sequence[Prompt], sampling: SamplingParams, repeats: int, config: ClusterConfig
+    server: Any, bare: Any, batches: Sequence[Sequence[Prompt]], sampling: SamplingParams, config: ClusterConfig
 ) -> dict[str, Any]:
     """Tokens per second on both sides, medians and extremes over the repeats."""
-    ids, timeout_s = [p.token_ids for p in prompts], config.coordinator.call_timeout_s
+    timeout_s = config.coordinator.call_timeout_s
     rates: dict[str, list[float]] = {"actor": [], "bare": []}
     length, seconds = None, 0.0
-    for repeat in range(repeats + 1):
+    for repeat, prompts in enumerate(batches):
+        ids = [p.token_ids for p in prompts]
         for side in ("actor", "bare") if repeat % 2 else ("bare", "actor"):
             if side == "actor":
                 tokens, seconds, length = _through_actor(server, prompts, sampling, repeat, config)
@@ -178,21 +186,20 @@ def _cell(
     ratios = [a / b for a, b in zip(rates["actor"], rates["bare"], strict=True)]
     spread = {f"{k}_spread": [round(min(v), 1), round(max(v), 1)] for k, v in rates.items()}
     return {
-        "batch": len(prompts), "actor_tokens_per_s": round(median(rates["actor"]), 1),
+        "batch": len(batches[0]), "actor_tokens_per_s": round(median(rates["actor"]), 1),
         "bare_tokens_per_s": round(median(rates["bare"]), 1), "ratio": round(median(ratios), 4),
         "ratios": [round(r, 3) for r in ratios], "acceptance_length": length, "seconds": round(seconds, 2), **spread,
     }  # fmt: skip
 
 
 def _capture_cell(
-    server: Any, policy: Any, prompts: Sequence[Prompt], sampling: SamplingParams, repeats: int, config: ClusterConfig
+    server: Any, batches: Sequence[Sequence[Prompt]], sampling: SamplingParams, config: ClusterConfig
 ) -> dict[str, Any]:
     timeout_s = config.coordinator.call_timeout_s
     costs, rates, taking, bandwidth, missing = [], [], [], [], 0
-    for repeat in range(repeats + 1):
+    for repeat, prompts in enumerate(batches):
         per_token = {}
         for keep in (False, True) if repeat % 2 else (True, False):
-            _get(server.load_policy.remote(0, policy, EPOCH), timeout_s, "the policy load")
             tokens, seconds, _ = _through_actor(server, prompts, sampling, repeat, config, keep)
             per_token[keep] = seconds / tokens
             if keep:
@@ -207,8 +214,8 @@ def _capture_cell(
             bandwidth.append(rate)
             missing += chunk.num_missing
     return {
-        "batch": len(prompts), "cost_percent": round(median(costs), 2),
-        "cost_percent_spread": [round(min(costs), 2), round(max(costs), 2)],
+        "batch": len(batches[0]), "cost_percent": round(median(costs), 2),
+        "costs_percent": [round(c, 2) for c in costs],
         "tokens_per_s_without": round(median(rates), 1), "bytes_per_s": round(median(bandwidth)),
         "take_seconds": round(median(taking), 4), "take_bytes": chunk.num_bytes, "missing": missing,
     }  # fmt: skip
