@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from deploy.provenance import provenance
-from services.config.schema import ClusterConfig, StrategyConfig
+from services.config.schema import ClusterConfig
+from services.config.speculation import StrategyConfig
 from services.core.errors import DataError
 from services.core.types import AcceptanceStats, GroupWork, Prompt, Rollout, SamplingParams
 from services.data.source import load_prompts

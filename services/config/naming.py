@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.config.schema import StrategyConfig
+from services.config.speculation import StrategyConfig
 
 
 def strategy_name(strategy: StrategyConfig) -> str:

@@ -10,8 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from services.config.drafter import DrafterConfig
 from services.config.engine_args import engine_arg_problems
-from services.config.section import Section, SharedFolder
+from services.config.section import Section
+from services.config.speculation import SpeculationConfig
 from services.config.warmup import WarmupConfig
 
 
@@ -110,72 +112,6 @@ class RolloutConfig(Section):
     advance_budget_s: float = Field(0.15, gt=0)
 
 
-class StrategyConfig(Section):
-    """`num_draft_tokens` counts the root, as in SGLang: topk 1 means depth + 1."""
-
-    drafter: Literal["off", "eagle", "suffix", "ngram"] = "off"
-    depth: int = Field(0, ge=0)
-    topk: int = Field(1, ge=1)
-    num_draft_tokens: int = Field(1, ge=1)
-    sampled: bool = True  # draft tokens drawn from the drafter; False: its argmax (top-k) tokens
-
-    @model_validator(mode="after")
-    def _shape(self) -> StrategyConfig:
-        if self.drafter == "off":
-            if self.depth or self.num_draft_tokens != 1:
-                raise ValueError("strategy 'off' drafts nothing: leave depth and num_draft_tokens out")
-        elif self.depth < 1:
-            raise ValueError(f"strategy '{self.drafter}' needs depth >= 1")
-        elif self.topk == 1 and self.num_draft_tokens != self.depth + 1:
-            raise ValueError(f"a chain (topk 1) verifies depth + 1 tokens: set num_draft_tokens to {self.depth + 1}")
-        elif self.drafter == "suffix" and self.topk != 1:
-            raise ValueError("the suffix drafter proposes chains: set topk to 1")
-        elif self.topk > 1 and self.num_draft_tokens < self.topk + 1:
-            need = self.topk + 1
-            raise ValueError(f"num_draft_tokens must hold the root and its {self.topk} children: at least {need}")
-        return self
-
-
-class FixedSelector(Section):
-    type: Literal["fixed"] = "fixed"
-    strategy: StrategyConfig = StrategyConfig()
-
-
-class Bucket(Section):
-    """Candidate strategies while at least `min_running` requests run (and fewer than the next bucket's)."""
-
-    min_running: int = Field(1, ge=1)
-    strategies: tuple[StrategyConfig, ...] = Field(min_length=1)
-
-
-class EpsilonGreedySelector(Section):
-    type: Literal["epsilon_greedy"] = "epsilon_greedy"
-    epsilon: float = Field(0.1, ge=0, le=1)
-    window: int = Field(64, ge=1)
-    buckets: tuple[Bucket, ...] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> EpsilonGreedySelector:
-        starts = [b.min_running for b in self.buckets]
-        if starts != sorted(set(starts)) or starts[0] != 1:
-            raise ValueError("buckets must start at min_running 1 and grow strictly")
-        return self
-
-
-class SpeculationConfig(Section):
-    selector: Annotated[FixedSelector | EpsilonGreedySelector, Field(discriminator="type")] = FixedSelector()
-    acceptance: Literal["exact", "threshold"] = "exact"
-    accept_threshold: float = Field(1.0, gt=0, le=1)
-    allow_lossy: bool = False
-    suffix_max_tokens: int = Field(200_000, ge=1000)
-
-    @property
-    def strategies(self) -> tuple[StrategyConfig, ...]:
-        if isinstance(self.selector, FixedSelector):
-            return (self.selector.strategy,)
-        return tuple(s for b in self.selector.buckets for s in b.strategies)
-
-
 class RewardConfig(Section):
     """`verifier` "task" uses each prompt's own task scorer; "math" uses math-verify; "exact" compares text."""
 
@@ -200,38 +136,6 @@ class PolicyConfig(Section):
     inner_epochs: int = Field(1, ge=1)
     micro_batch_tokens: int = Field(4096, ge=64)
     threads: int = Field(2, ge=1)
-
-
-class DrafterConfig(Section):
-    """The drafter and its online training in idle slots. `aux_layers` (EAGLE-3): the target layers whose outputs it
-    reads, counted from 0; empty: three chosen by the target's depth. `states`: the hidden states to learn from come
-    from the policy trainer's forward pass, or from the SGLang engines, which computed them while they generated."""
-
-    method: Literal["eagle", "eagle3"] = "eagle"
-    aux_layers: tuple[int, ...] = ()
-    train: bool = True
-    states: Literal["policy", "engine"] = "policy"
-    learning_rate: float = Field(3e-4, gt=0)
-    grad_clip: float = Field(0.5, gt=0)
-    feature_weight: float = Field(0.2, ge=0)  # smooth-L1 on hidden states; EAGLE-3 matches distributions only
-    unroll: int = Field(4, ge=1)  # draft depths trained on, each fed with the one before
-    unroll_decay: float = Field(0.8, gt=0, le=1)
-    pack_tokens: int = Field(1024, ge=64)
-    buffer_bytes: int = Field(256 * 2**20, ge=2**16)
-    micro_step_budget_s: float = Field(0.1, gt=0)
-    threads: int = Field(1, ge=1)
-    # Its training state is kept here, a folder that every slot sees, and a run that finds one there goes on from it.
-    checkpoint_dir: SharedFolder | None = None
-
-    @model_validator(mode="after")
-    def _layers(self) -> DrafterConfig:
-        ids = self.aux_layers
-        if ids and self.method != "eagle3":
-            raise ValueError(f"method {self.method} reads the last hidden state only: leave aux_layers out")
-        # rising: engines hand the states over in the order of the layers, whatever the order here
-        if ids and (len(ids) != 3 or list(ids) != sorted(set(ids)) or ids[0] < 0):
-            raise ValueError(f"aux_layers {list(ids)} must be three different ids from 0 up, in rising order")
-        return self
 
 
 class CoordinatorConfig(Section):

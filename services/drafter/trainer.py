@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.config.schema import DrafterConfig
+from services.config.drafter import DrafterConfig
 from services.core.errors import WeightError
 from services.core.types import AcceptanceEstimate
 from services.drafter.head import TargetHead

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.config.schema import DrafterConfig
+from services.config.drafter import DrafterConfig
 from services.models.drafter import DrafterMethod
 from services.models.eagle import Eagle
 from services.models.eagle3 import Eagle3, pick_aux_layers

@@ -7,7 +7,7 @@ from collections import deque
 from statistics import median
 from typing import Protocol
 
-from services.config.schema import EpsilonGreedySelector, SpeculationConfig
+from services.config.speculation import EpsilonGreedySelector, SpeculationConfig
 from services.speculation.strategy import DraftStrategy, draft_strategy
 
 

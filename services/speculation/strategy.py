@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from services.config.naming import strategy_name
-from services.config.schema import StrategyConfig
+from services.config.speculation import StrategyConfig
 from services.speculation.tree import TreeShape, tree_shape
 
 

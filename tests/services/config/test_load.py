@@ -10,15 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from services.config.load import dump_config, load_config
-from services.config.schema import (
-    ClusterConfig,
-    EpsilonGreedySelector,
-    FileData,
-    NativeEngine,
-    ReasoningGymData,
-    SGLangEngine,
-    StrategyConfig,
-)
+from services.config.schema import ClusterConfig, FileData, NativeEngine, ReasoningGymData, SGLangEngine
+from services.config.speculation import EpsilonGreedySelector, StrategyConfig
 from services.config.tree import all_keys
 from services.core.errors import ConfigError
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from services.config.schema import ClusterConfig, DrafterConfig, ModelConfig
+from services.config.drafter import DrafterConfig
+from services.config.schema import ClusterConfig, ModelConfig
 from services.drafter.export import write_drafter_folder
 from services.drafter.head import TargetHead
 from services.drafter.trainer import DrafterTrainer

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.config.schema import DrafterConfig
+from services.config.drafter import DrafterConfig
 from services.core.errors import DataError, WeightError
 from services.drafter.export import write_drafter_folder
 from services.drafter.state import fresh_state, initial_drafter_state

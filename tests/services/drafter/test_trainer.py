@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.config.schema import DrafterConfig
+from services.config.drafter import DrafterConfig
 from services.core.errors import BatchError, WeightError
 from services.drafter.head import TargetHead, read_target_head
 from services.drafter.state import fresh_state

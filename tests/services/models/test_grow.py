@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.config.schema import DrafterConfig
+from services.config.drafter import DrafterConfig
 from services.core.errors import ConfigError, DataError
 from services.drafter.export import write_drafter_folder
 from services.drafter.state import read_drafter

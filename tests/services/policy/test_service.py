@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.config.schema import ClusterConfig, DrafterConfig, ModelConfig, PolicyConfig
+from services.config.drafter import DrafterConfig
+from services.config.schema import ClusterConfig, ModelConfig, PolicyConfig
 from services.core.errors import ConfigError, DataError, WeightError
 from services.core.types import TrainBatch
 from services.models.files import read_config

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.config.schema import StrategyConfig
+from services.config.speculation import StrategyConfig
 from services.core.types import GroupWork, Prompt, Rollout, SamplingParams
 from services.models.target import TargetModel
 from services.rollout.native import EngineOptions, NativeEngine

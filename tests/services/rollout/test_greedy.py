@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.config.schema import Bucket, EpsilonGreedySelector, SpeculationConfig, StrategyConfig
+from services.config.speculation import Bucket, EpsilonGreedySelector, SpeculationConfig, StrategyConfig
 from services.core.types import FinishReason, SamplingParams
 from services.speculation.selector import make_selector
 from services.speculation.strategy import OFF, DraftStrategy

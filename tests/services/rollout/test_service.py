@@ -8,17 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.config.schema import (
-    ClusterConfig,
-    DataConfig,
-    FixedSelector,
-    ModelConfig,
-    NativeEngine,
-    RolloutConfig,
-    RolloutSampling,
-    SpeculationConfig,
-    StrategyConfig,
-)
+from services.config.schema import ClusterConfig, DataConfig, ModelConfig, NativeEngine, RolloutConfig, RolloutSampling
+from services.config.speculation import FixedSelector, SpeculationConfig, StrategyConfig
 from services.core.errors import ConfigError, RequestError, StaleEpochError, WeightError
 from services.core.types import SamplingParams, ServedVersions
 from services.models.tokenizer import character_tokenizer

@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 from pydantic import ValidationError
 
-from services.config.schema import Bucket, ClusterConfig, EpsilonGreedySelector, SpeculationConfig, StrategyConfig
+from services.config.schema import ClusterConfig
+from services.config.speculation import Bucket, EpsilonGreedySelector, SpeculationConfig, StrategyConfig
 from services.speculation.selector import EpsilonGreedy, Fixed, make_selector
 from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 

@@ -9,19 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.config.drafter import DrafterConfig
 from services.config.schema import (
     ClusterConfig,
     DataConfig,
-    DrafterConfig,
-    FixedSelector,
     ModelConfig,
     PlacementConfig,
     RolloutConfig,
     RolloutSampling,
     SGLangEngine,
-    SpeculationConfig,
-    StrategyConfig,
 )
+from services.config.speculation import FixedSelector, SpeculationConfig, StrategyConfig
 from services.core.errors import ConfigError
 from services.core.types import SamplingParams
 from services.rollout.sglang.arguments import engine_arguments, reserved_tokens, sampling_arguments

@@ -9,20 +9,18 @@ from typing import Any
 
 import pytest
 
+from services.config.drafter import DrafterConfig
 from services.config.schema import (
     ClusterConfig,
     DataConfig,
-    DrafterConfig,
-    FixedSelector,
     ModelConfig,
     PlacementConfig,
     RolloutConfig,
     RolloutSampling,
     RunConfig,
     SGLangEngine,
-    SpeculationConfig,
-    StrategyConfig,
 )
+from services.config.speculation import FixedSelector, SpeculationConfig, StrategyConfig
 from services.core.errors import ConfigError, DataError
 from services.core.types import SamplingParams, ServedVersions
 from services.models.methods import drafter_method

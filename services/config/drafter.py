@@ -1,0 +1,41 @@
+"""The configuration section `drafter`: the drafter, its training and when idle slots train it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from services.config.section import Section, SharedFolder
+
+
+class DrafterConfig(Section):
+    """The drafter and its online training in idle slots. `aux_layers` (EAGLE-3): the target layers whose outputs it
+    reads, counted from 0; empty: three chosen by the target's depth. `states`: the hidden states to learn from come
+    from the policy trainer's forward pass, or from the SGLang engines, which computed them while they generated."""
+
+    method: Literal["eagle", "eagle3"] = "eagle"
+    aux_layers: tuple[int, ...] = ()
+    train: bool = True
+    states: Literal["policy", "engine"] = "policy"
+    learning_rate: float = Field(3e-4, gt=0)
+    grad_clip: float = Field(0.5, gt=0)
+    feature_weight: float = Field(0.2, ge=0)  # smooth-L1 on hidden states; EAGLE-3 matches distributions only
+    unroll: int = Field(4, ge=1)  # draft depths trained on, each fed with the one before
+    unroll_decay: float = Field(0.8, gt=0, le=1)
+    pack_tokens: int = Field(1024, ge=64)
+    buffer_bytes: int = Field(256 * 2**20, ge=2**16)
+    micro_step_budget_s: float = Field(0.1, gt=0)
+    threads: int = Field(1, ge=1)
+    # Its training state is kept here, a folder that every slot sees, and a run that finds one there goes on from it.
+    checkpoint_dir: SharedFolder | None = None
+
+    @model_validator(mode="after")
+    def _layers(self) -> DrafterConfig:
+        ids = self.aux_layers
+        if ids and self.method != "eagle3":
+            raise ValueError(f"method {self.method} reads the last hidden state only: leave aux_layers out")
+        # rising: engines hand the states over in the order of the layers, whatever the order here
+        if ids and (len(ids) != 3 or list(ids) != sorted(set(ids)) or ids[0] < 0):
+            raise ValueError(f"aux_layers {list(ids)} must be three different ids from 0 up, in rising order")
+        return self
