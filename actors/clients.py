@@ -19,6 +19,8 @@ from services.core.errors import LongtailError, ServiceLostError, WaitTimeoutErr
 from services.core.protocols import Blob, Pending
 from services.core.types import GroupWork, HiddenStateChunk, Prompt, Rollout, TrainBatch
 
+CONTROL = "control"  # the concurrency group of calls that overtake
+
 
 class RayCall:
     """One reference to a control answer. Losing the actor, in whatever way Ray says it, is ServiceLostError."""
@@ -113,8 +115,8 @@ class RayDrafterClient(_Client):
     def initial_state(self) -> tuple[RayCall, Blob]:
         return self._with_blob("initial_state")
 
-    def begin(self, state: Blob, epoch: int) -> RayCall:
-        return self._call("begin", state, epoch)
+    def begin(self, state: Blob, epoch: int, lane: int) -> RayCall:
+        return self._call("begin", state, epoch, lane)
 
     def load_target_head(self, policy_version: int, blob: Blob) -> RayCall:
         return self._call("load_target_head", policy_version, blob)
@@ -125,8 +127,19 @@ class RayDrafterClient(_Client):
     def train(self, budget_s: float, epoch: int) -> RayCall:
         return self._control("train", budget_s, epoch)
 
+    def interrupt(self, epoch: int) -> RayCall:
+        """In a thread of its own at the actor: its other calls run one after the other."""
+        method = self._handle.interrupt.options(concurrency_group=CONTROL)
+        return RayCall(method.remote(epoch), self.name, "interrupt")
+
     def snapshot(self, epoch: int) -> tuple[Pending[int], Blob]:
         return self._with_blob("snapshot", epoch)
+
+    def merge(self, states: Sequence[Blob], micro_steps: Sequence[int]) -> tuple[Pending[int], Blob]:
+        return self._with_blob("merge", tuple(micro_steps), *states)
+
+    def checkpoint(self, state: Blob) -> RayCall:
+        return self._call("checkpoint", state)
 
     def export(self, state: Blob) -> tuple[Pending[int], Blob]:
         return self._with_blob("export", state)

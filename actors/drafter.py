@@ -29,8 +29,8 @@ class DrafterActor:
     def initial_state(self) -> tuple[int, DrafterState]:
         return 0, starting_state(self._config)
 
-    def begin(self, state: DrafterState, epoch: int) -> None:
-        self._service.begin(state, epoch)
+    def begin(self, state: DrafterState, epoch: int, lane: int) -> None:
+        self._service.begin(state, epoch, lane)
 
     def load_target_head(self, policy_version: int, tensors: Mapping[str, Any]) -> None:
         self._service.load_target_head(policy_version, tensors)
@@ -42,8 +42,17 @@ class DrafterActor:
     def train(self, budget_s: float, epoch: int) -> DrafterProgress:
         return self._service.train(budget_s, epoch)
 
+    def interrupt(self, epoch: int) -> None:
+        self._service.interrupt(epoch)
+
     def snapshot(self, epoch: int) -> tuple[int, DrafterState]:
         return self._service.snapshot(epoch)
+
+    def merge(self, micro_steps: tuple[int, ...], *states: DrafterState) -> tuple[int, DrafterState]:
+        return self._service.merge(states, micro_steps)
+
+    def checkpoint(self, state: DrafterState) -> None:
+        self._service.checkpoint(state)
 
     def export(self, state: DrafterState) -> tuple[int, dict[str, Any]]:
         return self._service.export(state)

@@ -20,6 +20,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rich.console import Console
 
+from actors.clients import CONTROL
 from actors.coordinator import CoordinatorActor
 from actors.drafter import DrafterActor
 from actors.policy import PolicyActor
@@ -178,7 +179,13 @@ def _start(plan: ActorPlan, config: ClusterConfig, group: Any, lent: Mapping[int
             placement_group=group, placement_group_bundle_index=plan.slot
         )
     arguments = (config,) if plan.slot is None else (config, plan.slot)
-    return ray.remote(KINDS[plan.kind]).options(**options).remote(*arguments)
+    return remote_class(plan.kind).options(**options).remote(*arguments)
+
+
+def remote_class(kind: str) -> Any:
+    """Calls in the group CONTROL run in a thread of their own: an `interrupt` overtakes the `train` it is meant for."""
+    made = ray.remote(concurrency_groups={CONTROL: 1}) if kind == "drafter" else ray.remote
+    return made(KINDS[kind])
 
 
 def _await_all(handles: Handles, timeout_s: float) -> None:

@@ -177,8 +177,8 @@ class LocalRolloutClient(_Client):
 
 
 class LocalDrafterClient(_Client):
-    def begin(self, state: Blob, epoch: int) -> LocalCall:
-        return self._service.run("begin", lambda s: s.begin(_value(state), epoch))
+    def begin(self, state: Blob, epoch: int, lane: int) -> LocalCall:
+        return self._service.run("begin", lambda s: s.begin(_value(state), epoch, lane))
 
     def load_target_head(self, policy_version: int, blob: Blob) -> LocalCall:
         return self._service.run("load_target_head", lambda s: s.load_target_head(policy_version, _value(blob)))
@@ -189,9 +189,20 @@ class LocalDrafterClient(_Client):
     def train(self, budget_s: float, epoch: int) -> LocalCall:
         return self._control("train", budget_s, epoch)
 
+    def interrupt(self, epoch: int) -> LocalCall:
+        """Behind the calls that were queued before it: only one call runs at a time here."""
+        return self._control("interrupt", epoch)
+
     def snapshot(self, epoch: int) -> tuple[Pending[int], Blob]:
         call = self._service.run("snapshot", lambda s: s.snapshot(epoch))
         return _Part(call, 0), Blob(_Part(call, 1))
+
+    def merge(self, states: Sequence[Blob], micro_steps: Sequence[int]) -> tuple[Pending[int], Blob]:
+        call = self._service.run("merge", lambda s: s.merge([_value(b) for b in states], micro_steps))
+        return _Part(call, 0), Blob(_Part(call, 1))
+
+    def checkpoint(self, state: Blob) -> LocalCall:
+        return self._service.run("checkpoint", lambda s: s.checkpoint(_value(state)))
 
     def export(self, state: Blob) -> tuple[Pending[int], Blob]:
         call = self._service.run("export", lambda s: s.export(_value(state)))

@@ -9,6 +9,19 @@ from pydantic import Field, model_validator
 from services.config.section import Section, SharedFolder
 
 
+class DrafterTraining(Section):
+    """When idle slots train the drafter: `auto` as long as it pays, `always` or `never`. Training rests after
+    `patience` trainings in a row that each added less than `min_gain` (relative) to the acceptance length on held-out
+    rollouts; it goes on when acceptance drops by `drift` below its recent level, or when the training of one step in
+    `probe_every` adds `min_gain` again."""
+
+    when: Literal["auto", "always", "never"] = "auto"
+    min_gain: float = Field(0.002, ge=0)
+    patience: int = Field(3, ge=1)
+    drift: float = Field(0.03, gt=0)
+    probe_every: int = Field(8, ge=1)
+
+
 class DrafterConfig(Section):
     """The drafter and its online training in idle slots. `aux_layers` (EAGLE-3): the target layers whose outputs it
     reads, counted from 0; empty: three chosen by the target's depth. `states`: the hidden states to learn from come
@@ -16,7 +29,7 @@ class DrafterConfig(Section):
 
     method: Literal["eagle", "eagle3"] = "eagle"
     aux_layers: tuple[int, ...] = ()
-    train: bool = True
+    training: DrafterTraining = DrafterTraining()
     states: Literal["policy", "engine"] = "policy"
     learning_rate: float = Field(3e-4, gt=0)
     grad_clip: float = Field(0.5, gt=0)
@@ -25,7 +38,8 @@ class DrafterConfig(Section):
     unroll_decay: float = Field(0.8, gt=0, le=1)
     pack_tokens: int = Field(1024, ge=64)
     buffer_bytes: int = Field(256 * 2**20, ge=2**16)
-    micro_step_budget_s: float = Field(0.1, gt=0)
+    micro_step_budget_s: float = Field(0.1, gt=0)  # one call of a trainer; a slot that is wanted cuts it short
+    round_s: float = Field(2.0, gt=0)  # the slots that train are brought together about this often
     threads: int = Field(1, ge=1)
     # Its training state is kept here, a folder that every slot sees, and a run that finds one there goes on from it.
     checkpoint_dir: SharedFolder | None = None

@@ -25,12 +25,15 @@ from services.coordinator.ledger import FinishedGroup
 from services.coordinator.metrics import StepFacts, step_metrics
 from services.coordinator.observer import RunObserver
 from services.coordinator.progress import ProgressBoard
+from services.coordinator.releases import Releases
 from services.coordinator.rollout_phase import RolloutPhase
 from services.coordinator.scoring import Scoring
 from services.coordinator.stats import group_stats
 from services.coordinator.summary import Summary
 from services.coordinator.timeline import Timeline
+from services.coordinator.trainers import Trainers
 from services.coordinator.work import make_work, prompts_of_step
+from services.coordinator.worth import Worth
 from services.core.errors import LongtailError, ServiceLostError, StopRequested
 from services.core.protocols import (
     Blob,
@@ -99,7 +102,14 @@ class Coordinator:
         self._facts = StepFacts()
         self._fleet = Fleet(services.rollout, self._leases, self._calls, clock, self._patience, self._tell)
         self._engine_states = config.drafter.states == "engine"
+        self._trainers = Trainers(
+            services.drafters, self._calls, clock, self._patience, self._tell, config.drafter.buffer_bytes
+        )
         self._drafting = self._make_drafting()
+        self._releases = Releases(
+            self._trainers, services.initial_drafter, clock, self._patience, self._tell, self._calls.turn
+        )
+        self._worth = Worth(config.drafter.training)
         self._phase = self._make_phase()
         self._scoring = Scoring(services.reward, self._calls, clock, self._patience, self._tell)
 
@@ -136,6 +146,11 @@ class Coordinator:
         return self._board.latest
 
     @property
+    def drafter_state(self) -> Blob | None:
+        """What the drafter has learned, published or not."""
+        return self._drafting.live
+
+    @property
     def published_drafter(self) -> Published | None:
         return self._fleet.drafter
 
@@ -156,14 +171,14 @@ class Coordinator:
         self._board.begin("rollout", len(prompts) * rollout.group_size)
         self._timeline.open_window()
         with self._timed("rollout"):
-            yield from self._phase.generate(works, draft=True)
+            yield from self._phase.generate(works, self._worth.slots(len(self._leases)))
         self._facts.slot_seconds = self._timeline.close_window()
-        self._facts.drafter = tuple(self._drafting.progress)
         if self._engine_states:
             with self._timed("rollout"):
+                self._drafting.finish()
                 taken = self._fleet.take_states(step)
             for chunk, blob in taken:
-                self._drafting.add_chunk(chunk, blob)
+                self._trainers.add_chunk(chunk, blob)
 
     def score(self, group: FinishedGroup) -> None:
         self._scoring.submit(group)
@@ -189,9 +204,11 @@ class Coordinator:
             report, pending, blob = policy.train_step(batch)
             self._facts.policy = self._ask_policy(report)
             chunk = self._ask_policy(pending)
+        self._drafting.finish()  # long since done: its last micro-step ended while the policy was trained
+        self._facts.drafter = tuple(self._drafting.progress)
         if not self._engine_states:
-            self._drafting.add_chunk(chunk, blob)
-        self._drafting.estimate()
+            self._trainers.add_chunk(chunk, blob)
+        self._releases.estimate(self._drafting.live)
 
     def publish_policy(self) -> None:
         self._board.enter("publish")
@@ -199,13 +216,14 @@ class Coordinator:
             pending, blob = self._services.policy.publish()
             version = self._ask_policy(pending)
         self._fleet.policy = Published(version, blob)
-        self._drafting.adopt_head(self._fleet.policy)
+        self._trainers.adopt_head(self._fleet.policy)
         self._summary.policy_version = self._board.policy_version = version
 
     def publish_drafter(self) -> None:
         with self._timed("publish"):
             first = self._fleet.drafter is None
-            published = self._drafting.publish_first() if first else self._drafting.publish()
+            releases = self._releases
+            published = releases.publish_first() if first else releases.publish(self._drafting.live)
         if published is not None:
             self._fleet.drafter = published
             self._summary.drafter_version = self._board.drafter_version = published.version
@@ -226,7 +244,7 @@ class Coordinator:
         self._timeline.enter(f"evaluation {step}")
         self._board.begin("evaluation", len(prompts))
         self._fleet.open_all()
-        for group in self._phase.generate(make_work(prompts, "heldout", 1, self._inputs.sampling, 0), draft=False):
+        for group in self._phase.generate(make_work(prompts, "heldout", 1, self._inputs.sampling, 0), drafters=0):
             self._scoring.submit(group)
         stats = group_stats(self._scoring.collect())
         result = EvalResult(
@@ -237,15 +255,19 @@ class Coordinator:
         self._observer.evaluation(result)
 
     def record(self, step: int) -> None:
-        self._drafting.settle()
+        self._trainers.settle()
         self._facts.drafter_version = self._summary.drafter_version
-        metrics = step_metrics(step, self._timeline.now(), self._facts, self._drafting.estimates)
+        metrics = step_metrics(step, self._timeline.now(), self._facts, self._releases.estimates)
         self._summary.steps.append(metrics)
         self._observer.step(metrics)
         self._observer.rollouts(step, self._facts.groups)
         alarm = useless_drafter(self._summary.steps)
         if alarm is not None:
             self._tell("drafter_useless", "drafter", alarm)
+        rollouts = [r for g in self._facts.groups for r in g.rollouts]
+        news = self._worth.step(rollouts, self._releases.gain)
+        if news is not None and self._config.drafter.training.when == "auto":
+            self._tell("drafter_rests" if self._worth.resting else "drafter_trains", "drafter", news)
 
     # ------------------------------------------------------------------ speculation off against on
 
@@ -274,7 +296,7 @@ class Coordinator:
         self._fleet.forced = name
         self._fleet.open_all()
         start = self._clock()
-        groups = sorted(self._phase.generate(works, draft=False), key=lambda g: g.group_id)
+        groups = sorted(self._phase.generate(works, drafters=0), key=lambda g: g.group_id)
         seconds = self._clock() - start
         self._fleet.forced = None
         return [r for g in groups for r in g.rollouts], seconds
@@ -282,26 +304,25 @@ class Coordinator:
     # ------------------------------------------------------------------ small helpers
 
     def _make_drafting(self) -> Drafting:
-        drafter, services = self._config.drafter, self._services
-        drafting = Drafting(
-            services.drafters,
-            services.initial_drafter,
+        drafter = self._config.drafter
+        return Drafting(
+            self._trainers,
+            self._services.initial_drafter,
             self._fleet,
             self._leases,
             self._calls,
             self._clock,
-            self._patience,
             self._tell,
-            train=drafter.train,
             budget_s=drafter.micro_step_budget_s,
-            buffer_bytes=drafter.buffer_bytes,
+            round_s=drafter.round_s,
+            checkpoints=drafter.checkpoint_dir is not None,
         )
-        return drafting
 
     def _make_phase(self) -> RolloutPhase:
         rollout = self._config.rollout
         return RolloutPhase(
             self._fleet,
+            self._trainers,
             self._drafting,
             self._leases,
             self._calls,

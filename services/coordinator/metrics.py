@@ -29,10 +29,10 @@ class StepFacts:
     drafter_version: int = 0
 
 
-def step_metrics(step: int, at_s: float, facts: StepFacts, estimates: Sequence[AcceptanceEstimate]) -> StepMetrics:
+def step_metrics(step: int, at_s: float, facts: StepFacts, estimates: Mapping[str, AcceptanceEstimate]) -> StepMetrics:
     assert facts.policy is not None, "a step is recorded after its train_step"
     stats, policy = group_stats(facts.groups), facts.policy
-    offline = {e.drafter: e.acceptance_length for e in estimates}
+    offline = {name: e.acceptance_length for name, e in estimates.items()}
     micro_steps = sum(p.micro_steps for p in facts.drafter)
     return StepMetrics(
         step=step,

@@ -16,6 +16,7 @@ from services.coordinator.leases import LeaseBook
 from services.coordinator.ledger import FinishedGroup, Ledger
 from services.coordinator.progress import ProgressBoard
 from services.coordinator.scheduler import SlotView
+from services.coordinator.trainers import Trainers
 from services.core.protocols import Clock
 from services.core.types import GroupWork, ServerReport, SlotState
 
@@ -26,6 +27,7 @@ class RolloutPhase:
     def __init__(
         self,
         fleet: Fleet,
+        trainers: Trainers,
         drafting: Drafting,
         leases: LeaseBook,
         calls: Calls,
@@ -36,6 +38,7 @@ class RolloutPhase:
         call_timeout_s: float,
     ) -> None:
         self._fleet = fleet
+        self._trainers = trainers
         self._drafting = drafting
         self._leases = leases
         self._calls = calls
@@ -48,8 +51,9 @@ class RolloutPhase:
         self._advancing: set[int] = set()
         fleet.on_lost = self._slot_lost
 
-    def generate(self, works: Sequence[GroupWork], draft: bool) -> Iterator[FinishedGroup]:
-        """Yield each group as its last rollout finishes. `draft`: idle slots may train the drafter.
+    def generate(self, works: Sequence[GroupWork], drafters: int) -> Iterator[FinishedGroup]:
+        """Yield each group as its last rollout finishes. So many idle slots may train the drafter meanwhile; at the end
+        they are asked to stop, and nobody waits for that.
 
         Raises ServiceLostError when no server is left.
         """
@@ -58,13 +62,13 @@ class RolloutPhase:
         while not ledger.complete:
             self._fleet.require_some()
             self._give_out()
-            self._draft(draft)
+            self._draft(drafters)
             self._advance()
             self._calls.turn()
             self._fleet.expire()
             yield from ledger.take_finished()
         ledger.check_integrity()
-        self._drafting.finish()
+        self._drafting.stop_all()
         self._fleet.release_all()
         self._advancing.clear()
 
@@ -77,7 +81,7 @@ class RolloutPhase:
                 state=self._leases.state(slot),
                 outstanding=self._ledger.outstanding(slot),
                 serves=self._fleet.ready(slot),
-                can_draft=self._drafting.can_draft(slot),
+                can_draft=slot in self._trainers.up,
             )
             for slot in range(len(self._leases))
         ]
@@ -120,15 +124,11 @@ class RolloutPhase:
                 if view.outstanding and self._leases.state(view.slot) is SlotState.ROLLOUT:
                     self._change(view.slot, SlotState.DRAINING)
 
-    def _draft(self, allowed: bool) -> None:
+    def _draft(self, wanted: int) -> None:
         pending, views = self._ledger.pending, self._views()
-        if self._drafting.slot is not None:
-            if scheduler.drafting_must_stop(pending, views):
-                self._drafting.stop()
-        elif allowed:
-            slot = scheduler.slot_to_draft(pending, views, self._drafting.has_data, self._drafting.last)
-            if slot is not None:
-                self._drafting.start(slot)
+        self._drafting.stop(scheduler.slots_to_preempt(pending, views, self._max_running))
+        for slot in scheduler.slots_to_draft(pending, views, self._trainers.newest is not None, wanted):
+            self._drafting.start(slot)
 
     # ------------------------------------------------------------------ one outstanding `advance` per server with work
 

@@ -1,6 +1,6 @@
 """Decisions, and nothing but decisions: views in, choices out. No clock, no calls, no state.
 
-Two questions are answered here: which server gets which prompt group, and which slot trains the drafter.
+Two questions are answered here: which server gets which prompt group, and which slots train the drafter.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ def hand_out(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_runnin
 
 def slots_to_wake(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running: int) -> list[int]:
     """IDLE slots whose server should come back because queued work is left over for it."""
-    left = len(pending) - len(_place(pending, slots, max_running))
-    return [v.slot for v in slots if v.state is SlotState.IDLE][:left]
+    return [v.slot for v in slots if v.state is SlotState.IDLE][: _left_over(pending, slots, max_running)]
+
+
+def _left_over(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running: int) -> int:
+    return len(pending) - len(_place(pending, slots, max_running))
 
 
 def _place(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running: int) -> list[Assignment]:
@@ -69,22 +72,25 @@ def slots_to_release(pending: Sequence[GroupWork], slots: Sequence[SlotView]) ->
     return [v.slot for v in slots if v.state in ACCEPTS_WORK and v.outstanding == 0]
 
 
-def slot_to_draft(
-    pending: Sequence[GroupWork], slots: Sequence[SlotView], has_data: bool, last: int | None
-) -> int | None:
-    """The IDLE slot that should train the drafter now, or None.
-
-    Only while no work waits, another slot still generates, and no slot trains already: one trainer at a time holds
-    the training state. The slot that trained `last` is preferred.
-    """
-    busy = any(v.state in ACCEPTS_WORK and v.outstanding for v in slots)
-    training = any(v.state is SlotState.DRAFTING for v in slots)
-    if pending or training or not busy or not has_data:
-        return None
+def slots_to_draft(pending: Sequence[GroupWork], slots: Sequence[SlotView], has_data: bool, wanted: int) -> list[int]:
+    """The IDLE slots that should join drafter training now, so that `wanted` train in all: only while no work waits
+    and another slot still generates."""
+    if pending or not has_data or not _generating(slots):
+        return []
+    training = sum(v.state is SlotState.DRAFTING for v in slots)
     free = [v.slot for v in slots if v.state is SlotState.IDLE and v.can_draft]
-    return last if last in free else min(free, default=None)
+    return free[: max(0, wanted - training)]
 
 
-def drafting_must_stop(pending: Sequence[GroupWork], slots: Sequence[SlotView]) -> bool:
-    """True when work came back, or nothing generates any more: the training slot yields at its next micro-step."""
-    return bool(pending) or not any(v.state in ACCEPTS_WORK and v.outstanding for v in slots)
+def slots_to_preempt(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running: int) -> list[int]:
+    """Training slots that yield at their next micro-step: all when nothing generates any more, else as many as queued
+    work needs beyond the IDLE ones."""
+    training = [v.slot for v in slots if v.state is SlotState.DRAFTING]
+    if not pending and not _generating(slots):
+        return training
+    idle = sum(v.state is SlotState.IDLE for v in slots)
+    return training[: max(0, _left_over(pending, slots, max_running) - idle)]
+
+
+def _generating(slots: Sequence[SlotView]) -> bool:
+    return any(v.state in ACCEPTS_WORK and v.outstanding for v in slots)

@@ -82,8 +82,9 @@ class DrafterClient(Protocol):
     @property
     def name(self) -> str: ...
 
-    def begin(self, state: Blob, epoch: int) -> Pending[None]:
-        """Adopt trainable tensors and optimizer state and the epoch."""
+    def begin(self, state: Blob, epoch: int, lane: int) -> Pending[None]:
+        """Adopt trainable tensors and optimizer state and the epoch. `lane` tells slots that train together apart: each
+        draws its own data."""
 
     def load_target_head(self, policy_version: int, blob: Blob) -> Pending[None]:
         """Adopt the target's embedding and LM head from a published policy."""
@@ -91,10 +92,20 @@ class DrafterClient(Protocol):
     def add_chunk(self, chunk: HiddenStateChunk, blob: Blob) -> Pending[None]: ...
 
     def train(self, budget_s: float, epoch: int) -> Pending[DrafterProgress]:
-        """Run micro-steps for about `budget_s`, at least one; zero micro_steps when the buffer is empty."""
+        """Run micro-steps for about `budget_s`, at least one; zero micro_steps when the buffer is empty, or when
+        `interrupt` came first."""
+
+    def interrupt(self, epoch: int) -> Pending[None]:
+        """Overtakes the other calls: a `train` of this epoch, under way or to come, ends with its micro-step."""
 
     def snapshot(self, epoch: int) -> tuple[Pending[int], Blob]:
         """(total_steps, state): state as for `begin`."""
+
+    def merge(self, states: Sequence[Blob], micro_steps: Sequence[int]) -> tuple[Pending[int], Blob]:
+        """(total_steps, state): the average of states that began from one, weighted by their micro-steps since."""
+
+    def checkpoint(self, state: Blob) -> Pending[None]:
+        """Write a state to drafter.checkpoint_dir, in the background."""
 
     def export(self, state: Blob) -> tuple[Pending[int], Blob]:
         """(number of tensors, trainable tensors as for RolloutClient.load_drafter)."""

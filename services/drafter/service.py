@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from services.drafter.checkpoint import CheckpointWriter
 from services.drafter.head import read_target_head, target_head
 from services.drafter.packing import check_states
 from services.drafter.progress import summarise
-from services.drafter.state import DrafterState, check_state
+from services.drafter.state import DrafterState, check_state, merge_states
 from services.drafter.trainer import DrafterTrainer, MicroStep
 from services.models.device import free_cache, pick_device
 from services.models.files import model_dir, read_config
@@ -54,16 +54,18 @@ class DrafterService:
         self._seed = seed
         self._slot = slot
         self._clock = clock
-        self._epoch = -1
+        self._epoch = self._interrupted = -1
+        self._lane = 0
         self._begun = False
 
-    def begin(self, state: DrafterState, epoch: int) -> None:
-        """Adopt a drafter state under a lease. Raises StaleEpochError for an older epoch, WeightError for a state that
-        does not fit; the trainer then keeps what it had."""
+    def begin(self, state: DrafterState, epoch: int, lane: int = 0) -> None:
+        """Adopt a drafter state under a lease; `lane` is this slot's number among those that train together. Raises
+        StaleEpochError for an older epoch, WeightError for a state that does not fit; the trainer then keeps what it
+        had."""
         if epoch < self._epoch:
             raise StaleEpochError(f"drafter slot {self._slot} serves epoch {self._epoch}, begin came with {epoch}")
         self._trainer.load_state(state)
-        self._epoch, self._begun = epoch, True
+        self._epoch, self._lane, self._begun = epoch, lane, True
 
     def load_target_head(self, policy_version: int, tensors: Mapping[str, Tensor]) -> None:
         """Adopt embedding and LM head of a published policy. Raises WeightError when they are missing or older than
@@ -86,28 +88,44 @@ class DrafterService:
         self._buffer.add(tensors)
 
     def train(self, budget_s: float, epoch: int) -> DrafterProgress:
-        """Micro-steps for about `budget_s` seconds, at least one; none when the buffer is empty."""
+        """Micro-steps for about `budget_s` seconds, at least one; none on an empty buffer or after `interrupt`."""
         self._check(epoch)
         started = self._clock()
         steps: list[MicroStep] = []
-        while len(self._buffer) and (not steps or self._clock() - started < budget_s):
+        while len(self._buffer) and self._interrupted != epoch and (not steps or self._clock() - started < budget_s):
             steps.append(self._trainer.train_micro_step(self._draw()))
         return summarise(steps, self._trainer.total_steps, self._clock() - started)
 
+    def interrupt(self, epoch: int) -> None:
+        """May be called from another thread while `train` runs: it ends with its micro-step, and so does a later one
+        of the same epoch. Of an epoch that is over it changes nothing."""
+        self._interrupted = epoch
+
     def _draw(self) -> list[HiddenStates]:
-        """Random numbers belong to the micro-step, not to the process: a moved trainer draws what it would have."""
-        rng = random.Random(f"drafter {self._seed} {self._trainer.total_steps}")
+        """Random numbers belong to micro-step and lane, not to the process: a moved trainer draws what it would
+        have."""
+        rng = random.Random(f"drafter {self._seed} {self._trainer.total_steps} {self._lane}")
         return self._buffer.sample(self._trainer.config.pack_tokens, rng)
 
     def snapshot(self, epoch: int) -> tuple[int, DrafterState]:
-        """(total_steps, a copy of the state) for the next `begin`, here or in another slot. A lease ends with it.
-        It also goes to the disk, in the background, where drafter.checkpoint_dir says so."""
+        """(total_steps, a copy of the state) for the next `begin`, here or in another slot. A lease ends with it."""
         self._check(epoch)
         state = self._trainer.state()
         free_cache(self._trainer.device)
-        if self._checkpoints is not None:
-            self._checkpoints.save(state)
         return self._trainer.total_steps, state
+
+    def merge(self, states: Sequence[DrafterState], micro_steps: Sequence[int]) -> tuple[int, DrafterState]:
+        """(total_steps, average) of states that began from one state and made so many micro-steps since."""
+        for state in states:
+            check_state(state, self._trainer.method)
+        merged = merge_states(states, micro_steps)
+        return merged["total_steps"], merged
+
+    def checkpoint(self, state: DrafterState) -> None:
+        """Write a state to drafter.checkpoint_dir in the background. Raises DataError when an earlier one could not be
+        written."""
+        assert self._checkpoints is not None
+        self._checkpoints.save(state)
 
     def export(self, state: DrafterState) -> tuple[int, dict[str, Tensor]]:
         """(number of tensors, the trainable tensors only), as rollout servers load them."""

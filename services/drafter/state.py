@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
+import torch
 from torch import Tensor
 
 from services.config.schema import ClusterConfig
@@ -53,11 +54,34 @@ def check_state(state: DrafterState, method: DrafterMethod) -> None:
         )
 
 
+def merge_states(states: Sequence[DrafterState], micro_steps: Sequence[int]) -> DrafterState:
+    """The average of states that all began from one state, weighted by the micro-steps each made since. Moments are
+    averaged as well (zero where a state has none yet); `total_steps` counts everybody's work, `updates` the longest
+    row of updates, since AdamW's bias correction asks how old the moments are."""
+    begun = {state["total_steps"] - count for state, count in zip(states, micro_steps, strict=True)}
+    assert len(begun) == 1 and min(micro_steps) > 0, f"states of different beginnings: {sorted(begun)}"
+    shares = [count / sum(micro_steps) for count in micro_steps]
+
+    def average(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        names = {name for part in parts for name in part}
+        kept = [(share, part) for share, part in zip(shares, parts, strict=True) if part]
+        return {name: torch.stack([share * part[name] for share, part in kept]).sum(0) for name in sorted(names)}
+
+    return DrafterState(
+        tensors=average([s["tensors"] for s in states]),
+        optimizer={part: average([s["optimizer"][part] for s in states]) for part in states[0]["optimizer"]},
+        total_steps=begun.pop() + sum(micro_steps),
+        updates=max(s["updates"] for s in states),
+    )
+
+
 def read_drafter(folder: Path, method: DrafterMethod) -> dict[str, Tensor]:
     """Trainable tensors of an exported drafter. Raises DataError when its config.json is of another method or target,
     WeightError when the tensors are not exactly the drafter's (zero matching tensors included)."""
     if not folder.is_dir():
-        raise DataError(f"no drafter at {folder}: run `longtail warmup` to make one, or set drafter.train to false")
+        raise DataError(
+            f"no drafter at {folder}: run `longtail warmup` to make one, or choose strategies without drafter 'eagle'"
+        )
     problem = next(method.config_problems(read_config(folder)), None)
     if problem is not None:
         raise DataError(f"{folder / 'config.json'} {problem}")

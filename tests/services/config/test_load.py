@@ -49,14 +49,14 @@ def test_overrides_are_yaml() -> None:
         overrides=[
             "policy.learning_rate=1e-5",
             "rollout.sampling.stop_strings=[END, '#']",
-            "drafter.train=false",
+            "drafter.training.when=never",
             "data.source.terms={median: 3}",
             "run.name=a=b",
         ]
     )
     assert config.policy.learning_rate == 1e-5
     assert config.rollout.sampling.stop_strings == ("END", "#")
-    assert config.drafter.train is False
+    assert config.drafter.training.when == "never"
     assert isinstance(config.data.source, ReasoningGymData) and config.data.source.terms is not None
     assert config.data.source.terms.median == 3.0
     assert config.run.name == "a=b"

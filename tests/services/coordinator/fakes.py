@@ -161,10 +161,14 @@ class FakeDrafter:
     head: int | None = None
     chunks: list[int] = field(default_factory=list)
     micro_steps_done: int = 0
+    lane: int = -1
+    interrupted: int = -1
+    merges: int = 0
+    checkpoints: list[int] = field(default_factory=list)
 
-    def begin(self, state: Any, epoch: int) -> None:
-        assert epoch > self.epoch
-        self.state, self.epoch = dict(state), epoch
+    def begin(self, state: Any, epoch: int, lane: int) -> None:
+        assert epoch > self.epoch or lane == self.lane  # the next round of the same lease
+        self.state, self.epoch, self.lane = dict(state), epoch, lane
 
     def load_target_head(self, policy_version: int, tensors: Any) -> None:
         assert tensors == f"policy {policy_version}"
@@ -178,11 +182,24 @@ class FakeDrafter:
         if epoch != self.epoch:
             raise StaleEpochError("old")
         assert self.state is not None and self.head is not None
-        steps = 2 if self.chunks else 0
+        steps = 2 if self.chunks and self.interrupted != epoch else 0
         self.clock.now += budget_s
         self.state["trained"] += steps
         self.micro_steps_done += steps
         return DrafterProgress(steps, self.state["trained"], 10, 1.0, (0.5,), budget_s)
+
+    def interrupt(self, epoch: int) -> None:
+        self.interrupted = epoch
+
+    def merge(self, states: Any, micro_steps: Any) -> tuple[int, dict[str, int]]:
+        begun = {s["trained"] - n for s, n in zip(states, micro_steps, strict=True)}
+        assert len(begun) == 1, "a round's states must begin from one"
+        self.merges += 1
+        total = begun.pop() + sum(micro_steps)
+        return total, {"trained": total}
+
+    def checkpoint(self, state: Any) -> None:
+        self.checkpoints.append(state["trained"])
 
     def snapshot(self, epoch: int) -> tuple[int, dict[str, int]]:
         if epoch != self.epoch:

@@ -11,7 +11,7 @@ from services.coordinator.metrics import StepFacts, step_metrics
 from services.core.types import PolicyStepReport, StepMetrics
 
 POLICY = PolicyStepReport(1, 0.0, 0.1, 0.0, 0.0, 0.0, 0.3, 10, 0.0, (), 0.1)
-BLANK = step_metrics(1, 0.0, StepFacts(policy=POLICY), ())
+BLANK = step_metrics(1, 0.0, StepFacts(policy=POLICY), {})
 
 
 def steps(*lengths: float | None) -> list[StepMetrics]:

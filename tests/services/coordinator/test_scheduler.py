@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from services.coordinator.scheduler import (
     SlotView,
-    drafting_must_stop,
     hand_out,
-    slot_to_draft,
+    slots_to_draft,
+    slots_to_preempt,
     slots_to_release,
     slots_to_wake,
 )
@@ -64,22 +64,52 @@ def test_a_slot_is_released_when_nothing_runs_and_nothing_waits() -> None:
     assert slots_to_release(works(1), slots) == []
 
 
-def test_drafting_needs_an_idle_slot_a_busy_one_data_and_nobody_training() -> None:
+def test_drafting_needs_idle_slots_a_busy_one_and_data() -> None:
     busy, idle = view(0, S.DRAINING, 2), view(1, S.IDLE)
-    assert slot_to_draft([], [busy, idle], True, None) == 1
-    assert slot_to_draft(works(1), [busy, idle], True, None) is None
-    assert slot_to_draft([], [busy, idle], False, None) is None
-    assert slot_to_draft([], [view(0, S.DRAINING, 0), idle], True, None) is None
-    assert slot_to_draft([], [busy, view(1, S.LOST)], True, None) is None
-    assert slot_to_draft([], [busy, view(1, S.IDLE, can_draft=False)], True, None) is None
-    assert slot_to_draft([], [busy, view(1, S.DRAFTING), view(2, S.IDLE)], True, None) is None
-    assert slot_to_draft([], [busy, idle, view(2, S.IDLE)], True, 2) == 2
+    assert slots_to_draft([], [busy, idle], True, 3) == [1]
+    assert slots_to_draft([], [busy, idle, view(2, S.IDLE), view(3, S.IDLE)], True, 2) == [1, 2]
+    assert slots_to_draft([], [busy, view(1, S.DRAFTING), view(2, S.IDLE), view(3, S.IDLE)], True, 2) == [2]
+    assert slots_to_draft([], [busy, view(1, S.DRAFTING), view(2, S.IDLE)], True, 1) == []
+    assert slots_to_draft(works(1), [busy, idle], True, 3) == []
+    assert slots_to_draft([], [busy, idle], False, 3) == []
+    assert slots_to_draft([], [busy, idle], True, 0) == []
+    assert slots_to_draft([], [view(0, S.DRAINING, 0), idle], True, 3) == []
+    assert slots_to_draft([], [busy, view(1, S.LOST)], True, 3) == []
+    assert slots_to_draft([], [busy, view(1, S.IDLE, can_draft=False)], True, 3) == []
 
 
-def test_drafting_stops_when_rollout_ends_or_work_comes_back() -> None:
-    assert not drafting_must_stop([], [view(0, S.DRAINING, 1), view(1, S.DRAFTING)])
-    assert drafting_must_stop([], [view(0, S.DRAINING, 0), view(1, S.DRAFTING)])
-    assert drafting_must_stop(works(1), [view(0, S.DRAINING, 1), view(1, S.DRAFTING)])
+def test_drafting_yields_when_rollout_ends_or_its_slot_is_needed() -> None:
+    training = [view(1, S.DRAFTING), view(2, S.DRAFTING)]
+    assert slots_to_preempt([], [view(0, S.DRAINING, 1), *training], 8) == []
+    assert slots_to_preempt([], [view(0, S.DRAINING, 0), *training], 8) == [1, 2]
+    full = view(0, S.DRAINING, 8)
+    assert slots_to_preempt(works(1), [full, *training], 8) == [1]
+    assert slots_to_preempt(works(3), [full, *training], 8) == [1, 2]
+    assert slots_to_preempt(works(1), [full, *training, view(3, S.IDLE)], 8) == []
+    assert slots_to_preempt(works(1), [view(0, S.ROLLOUT, 0), *training], 8) == []
+    assert slots_to_preempt(works(1), [view(0, S.LOST), *training], 8) == [1]
+
+
+STATES = st.sampled_from(list(S))
+
+
+@given(st.lists(st.tuples(STATES, st.integers(0, 8), st.booleans()), max_size=6), st.integers(0, 3), st.integers(0, 6))
+def test_no_slot_is_told_two_things_and_training_never_exceeds_what_is_wanted(
+    slots: list[tuple[SlotState, int, bool]], groups: int, wanted: int
+) -> None:
+    views = [view(i, state, n if state in (S.ROLLOUT, S.DRAINING) else 0, True, can)
+             for i, (state, n, can) in enumerate(slots)]  # fmt: skip
+    pending = works(groups)
+    drafts, stops = slots_to_draft(pending, views, True, wanted), slots_to_preempt(pending, views, 8)
+    wakes = slots_to_wake(pending, views, 8)
+    assert len({*drafts, *stops, *wakes}) == len(drafts) + len(stops) + len(wakes)
+    training = sum(v.state is S.DRAFTING for v in views)
+    assert training + len(drafts) <= max(wanted, training)
+    assert all(views[i].state is S.DRAFTING for i in stops)
+    if pending:
+        assert not drafts
+    left = groups - len(hand_out(pending, views, 8))
+    assert len(wakes) + len(stops) == min(left, training + sum(v.state is S.IDLE for v in views)) or not pending
 
 
 def test_prompts_of_steps_pass_over_all_prompts_before_repeating() -> None:

@@ -52,6 +52,7 @@ def saved(config, method, state) -> Path:
 def test_a_restarted_run_goes_on_from_the_last_snapshot(setting) -> None:
     config, _, service = setting
     total, state = service.snapshot(1)
+    service.checkpoint(state)
     service._checkpoints.wait(30)
     assert total > 0 and same(starting_state(config), state)
     other = build_drafter_service(config, 1)
@@ -70,6 +71,7 @@ def test_a_fresh_state_has_no_moments_and_comes_back_so(setting, tmp_path) -> No
 def test_saving_does_not_wait_and_the_newest_waiting_state_wins(setting, monkeypatch) -> None:
     config, method, service = setting
     _, state = service.snapshot(1)
+    service.checkpoint(state)
     service._checkpoints.wait(30)
     gate, begun = threading.Event(), threading.Event()
     real = checkpoint.save_file
@@ -96,6 +98,7 @@ def test_saving_does_not_wait_and_the_newest_waiting_state_wins(setting, monkeyp
 def test_two_slots_may_write_the_same_step_at_once(setting, monkeypatch) -> None:
     config, method, service = setting
     state = service.snapshot(1)[1]
+    service.checkpoint(state)
     service._checkpoints.wait(30)
     later, folder = {**state, "total_steps": state["total_steps"] + 1}, config.drafter.checkpoint_dir
     real = checkpoint.save_file
@@ -127,6 +130,7 @@ def test_only_the_newest_are_kept(setting) -> None:
 def test_a_writer_killed_in_the_middle_leaves_nothing_that_counts(setting) -> None:
     config, method, service = setting
     _, state = service.snapshot(1)
+    service.checkpoint(state)
     service._checkpoints.wait(30)
     folder = config.drafter.checkpoint_dir
     half = folder / ".partial-test"
@@ -141,7 +145,6 @@ def test_a_writer_killed_in_the_middle_leaves_nothing_that_counts(setting) -> No
 def test_a_damaged_or_foreign_checkpoint_is_told_and_not_skipped(setting, damage: str) -> None:
     config, method, service = setting
     place = saved(config, method, service.snapshot(1)[1])
-    service._checkpoints.wait(30)
     file, manifest = place / STATE, json.loads((place / MANIFEST).read_text())
     data = bytearray(file.read_bytes())
     if damage == "cut":

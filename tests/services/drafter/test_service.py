@@ -4,12 +4,14 @@ import dataclasses
 import itertools
 import math
 import pickle
+import threading
+import time
 
 import pytest
 import torch
 
 from services.core.errors import BatchError, StaleEpochError, WeightError
-from services.core.types import HiddenStateChunk
+from services.core.types import DrafterProgress, HiddenStateChunk
 from services.drafter.service import build_drafter_service, evenly
 from services.drafter.state import initial_drafter_state
 from services.models.eagle import Eagle
@@ -106,6 +108,45 @@ def test_training_moved_between_slots_equals_training_in_one(build, make_states)
     assert all(torch.equal(moving["tensors"][n], expected["tensors"][n]) for n in expected["tensors"])
     for part, moments in expected["optimizer"].items():
         assert all(torch.equal(moving["optimizer"][part][n], moments[n]) for n in moments)
+
+
+def test_lanes_draw_their_own_data_and_their_average_has_learned(build, states) -> None:
+    """Two slots that begin alike must not do the same work; what they come to together is no worse than either."""
+    first, state = build(learning_rate=5e-3, pack_tokens=64)
+    second, _ = build(learning_rate=5e-3, pack_tokens=64)
+    parts = []
+    for lane, service in enumerate((first, second)):
+        service.add_chunk(chunk_of(states), states)
+        service.begin(state, 1, lane)
+        steps = service.train(10.0, 1).micro_steps
+        parts.append((service.snapshot(1)[1], steps))
+    (one, n), (two, m) = parts
+    assert any(not torch.equal(one["tensors"][k], two["tensors"][k]) for k in one["tensors"])
+    total, merged = first.merge([one, two], [n, m])
+    assert total == merged["total_steps"] == n + m and merged["updates"] == max(one["updates"], two["updates"])
+    frozen, a, b, both = first.estimate({"frozen": state, "a": one, "b": two, "both": merged}, states)
+    assert both.acceptance_length > frozen.acceptance_length
+    assert both.acceptance_length > min(a.acceptance_length, b.acceptance_length) - 0.02
+    second.begin(merged, 2, 0)
+    assert second.snapshot(2)[0] == n + m
+
+
+def test_an_interrupt_ends_training_with_the_micro_step_under_way(build, states) -> None:
+    service, state = build(clock=time.monotonic)
+    service.add_chunk(chunk_of(states), states)
+    service.begin(state, 3)
+    service.interrupt(2)  # of a lease that is over: nothing happens
+    answers: list[DrafterProgress] = []
+    thread = threading.Thread(target=lambda: answers.append(service.train(60.0, 3)))
+    thread.start()
+    time.sleep(0.3)
+    asked = time.monotonic()
+    service.interrupt(3)
+    thread.join(30.0)
+    assert answers and answers[0].micro_steps >= 1 and time.monotonic() - asked < 5.0
+    assert service.train(60.0, 3).micro_steps == 0, "also a call that was on its way"
+    service.begin(state, 4)
+    assert service.train(0.0, 4).micro_steps == 1
 
 
 def test_export_is_the_trainable_tensors_only(build) -> None:

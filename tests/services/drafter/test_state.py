@@ -5,12 +5,14 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from services.config.drafter import DrafterConfig
 from services.core.errors import DataError, WeightError
 from services.drafter.export import write_drafter_folder
-from services.drafter.state import fresh_state, initial_drafter_state
+from services.drafter.state import DrafterState, fresh_state, initial_drafter_state, merge_states
 from services.models.files import read_config
 from services.models.layers import model_spec
 from services.models.methods import drafter_method
@@ -157,3 +159,29 @@ def test_fresh_state_copies(make_method, make_drafter) -> None:
     with torch.no_grad():
         drafter.tensors()["fc.weight"].zero_()
     assert state["tensors"]["fc.weight"].abs().sum() > 0
+
+
+def made_up(seed: int, total_steps: int, updates: int) -> DrafterState:
+    rng = torch.Generator().manual_seed(seed)
+    draw = lambda: {"a": torch.randn(3, 2, generator=rng), "b": torch.randn(4, generator=rng)}  # noqa: E731
+    moments = {"exp_avg": draw(), "exp_avg_sq": draw()} if updates else {"exp_avg": {}, "exp_avg_sq": {}}
+    return DrafterState(tensors=draw(), optimizer=moments, total_steps=total_steps, updates=updates)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=4), st.integers(0, 1000))
+def test_a_merge_is_the_weighted_average(micro_steps: list[int], begun: int) -> None:
+    states = [made_up(i, begun + n, begun + n) for i, n in enumerate(micro_steps)]
+    merged, weight = merge_states(states, micro_steps), sum(micro_steps)
+    for pick in (lambda s: s["tensors"], lambda s: s["optimizer"]["exp_avg"], lambda s: s["optimizer"]["exp_avg_sq"]):
+        for name, value in pick(merged).items():
+            expected = sum(n * pick(s)[name] for n, s in zip(micro_steps, states, strict=True)) / weight
+            assert torch.allclose(value, expected, atol=1e-5)
+    assert (merged["total_steps"], merged["updates"]) == (begun + weight, begun + max(micro_steps))
+
+
+def test_a_state_without_moments_counts_as_zeros() -> None:
+    learned, not_yet = made_up(0, 12, 2), made_up(1, 12, 0)
+    merged = merge_states([learned, not_yet], [2, 2])
+    assert torch.allclose(merged["optimizer"]["exp_avg"]["a"], learned["optimizer"]["exp_avg"]["a"] / 2)
+    with pytest.raises(AssertionError, match="different beginnings"):
+        merge_states([made_up(0, 12, 2), made_up(1, 13, 2)], [2, 2])

@@ -1,0 +1,104 @@
+"""Which state of the drafter is served: versions go out only when they are better on rollouts nobody has trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.coordinator.fleet import Patience, Published
+from services.coordinator.trainers import Trainers
+from services.core.errors import ServiceLostError
+from services.core.protocols import Blob, Clock
+from services.core.types import AcceptanceEstimate, RunEvent
+
+
+class Releases:
+    """`frozen` is the state of version 0, kept for comparison; `served` that of the version published last."""
+
+    def __init__(
+        self,
+        trainers: Trainers,
+        initial: Blob | None,
+        clock: Clock,
+        patience: Patience,
+        tell: Callable[[str, str, str], RunEvent],
+        turn: Callable[[], None],
+    ) -> None:
+        self._trainers = trainers
+        self._frozen = self._served = initial
+        self._clock = clock
+        self._patience = patience
+        self._tell = tell
+        self._turn = turn
+        self._version = 0
+        self._asked: Blob | None = None  # the live state that was last asked about
+        self._gain: float | None = None
+        self.estimates: dict[str, AcceptanceEstimate] = {}
+
+    def estimate(self, live: Blob | None) -> None:
+        """Ask one trainer how well the live, the served and the first drafter fit the newest hidden states, before any
+        of it is trained on."""
+        self.estimates, self._asked, self._gain = {}, live, None
+        newest, up = self._trainers.newest, self._trainers.up
+        if newest is None or not up or live is None or self._served is None or self._frozen is None:
+            return
+        states = {"live": live, "served": self._served, "frozen": self._frozen}
+        slot, client = up[0], self._trainers.clients[up[0]]
+        self._trainers.identified(slot, lambda: self._trainers.post(slot, client.estimate(states, newest), self._heard))
+
+    @property
+    def gain(self) -> float | None:
+        """What was learned since the served version adds to the acceptance length, relative; None when nothing was
+        learned or not measured. Asked after `publish`, it is about the state that was considered there."""
+        return self._gain
+
+    def _heard(self, estimates: list[AcceptanceEstimate]) -> None:
+        self.estimates = {e.drafter: e for e in estimates}
+
+    def publish_first(self) -> Published | None:
+        """Export drafter version 0; None without drafter trainers."""
+        if not self._trainers.clients or self._frozen is None:
+            return None
+        give_up_s = self._clock() + self._patience.restart_s
+        while self._clock() < give_up_s:
+            published = self._export(self._frozen, 0)
+            if published is not None:
+                return published
+            self._turn()
+        names = ", ".join(c.name for c in self._trainers.clients)
+        raise ServiceLostError(names, f"no drafter trainer answered within {self._patience.restart_s:.0f} s")
+
+    def publish(self, live: Blob | None) -> Published | None:
+        """The live drafter as the next version; None when it has learned nothing since the last one, or when it is not
+        better than that one on the rollouts that `estimate` was asked about, which is told."""
+        if live is None or live is self._served:
+            return None
+        self._trainers.settle()
+        if not self._is_better(live):
+            return None
+        published = self._export(live, self._version + 1)
+        if published is not None:
+            self._version, self._served = published.version, live
+        return published
+
+    def _is_better(self, live: Blob) -> bool:
+        new, old = (self.estimates.get(name) for name in ("live", "served"))
+        if new is None or old is None or self._asked is not live:
+            return False  # a trainer was lost before it answered: the next step asks again
+        self._gain = new.acceptance_length / old.acceptance_length - 1
+        if new.acceptance_length > old.acceptance_length:
+            return True
+        self._tell(
+            "drafter_kept",
+            "drafter",
+            f"drafter version {self._version} stays: acceptance length {old.acceptance_length:.3f} on new rollouts, "
+            f"{new.acceptance_length:.3f} with what was learned since",
+        )
+        return False
+
+    def _export(self, state: Blob, version: int) -> Published | None:
+        """A trainer lost during the export is told; the next one is asked, and failing all, the next step."""
+        for slot in self._trainers.up:
+            pending, blob = self._trainers.clients[slot].export(state)
+            if self._trainers.ask(slot, pending) is not None:
+                return Published(version, blob)
+        return None

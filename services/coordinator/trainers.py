@@ -1,0 +1,150 @@
+"""The drafter trainers as one body: who is up, what each needs to learn from, losing them and getting them back.
+
+A trainer that was restarted, noticed or not, has neither head nor data; it gets both before it is asked for anything.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from services.coordinator.calls import Calls
+from services.coordinator.fleet import PROBE_PAUSE_S, Patience, Published
+from services.core.errors import ServiceLostError
+from services.core.protocols import Blob, Clock, DrafterClient, Pending
+from services.core.types import HiddenStateChunk, RunEvent
+
+T = TypeVar("T")
+
+
+class Trainers:
+    """`clients[i]` is the trainer of slot i. `on_lost(slot, reason)` is told of every loss."""
+
+    def __init__(
+        self,
+        clients: Sequence[DrafterClient],
+        calls: Calls,
+        clock: Clock,
+        patience: Patience,
+        tell: Callable[[str, str, str], RunEvent],
+        buffer_bytes: int,
+    ) -> None:
+        self.clients = tuple(clients)
+        self._calls = calls
+        self._clock = clock
+        self._patience = patience
+        self._tell = tell
+        self._buffer_bytes = buffer_bytes
+        self._up = set(range(len(self.clients)))
+        self._pids: dict[int, int] = {}
+        self._chunks: deque[tuple[HiddenStateChunk, Blob]] = deque()
+        self._head: Published | None = None
+        self.on_lost: Callable[[int, str], None] = lambda slot, reason: None
+
+    @property
+    def up(self) -> list[int]:
+        """Slots whose trainer is alive as far as anybody knows."""
+        return sorted(self._up)
+
+    @property
+    def newest(self) -> Blob | None:
+        """The hidden states that came last: nobody has trained on them before the next rollout phase."""
+        return self._chunks[-1][1] if self._chunks else None
+
+    # ------------------------------------------------------------------ what they learn from
+
+    def adopt_head(self, policy: Published) -> None:
+        """Send the published policy to every trainer, which takes embedding and LM head from it."""
+        first, self._head = self._head is None, policy
+        for slot in self.up:
+            if first:
+                self.post(slot, self.clients[slot].process_id(), self._remember(slot))
+            self.post(slot, self.clients[slot].load_target_head(policy.version, policy.blob))
+
+    def add_chunk(self, chunk: HiddenStateChunk, blob: Blob) -> None:
+        """Send hidden states to every trainer, and keep the newest that fit the buffer for one that is restarted."""
+        self._chunks.append((chunk, blob))
+        while len(self._chunks) > 1 and sum(c.num_bytes for c, _ in self._chunks) > self._buffer_bytes:
+            self._chunks.popleft()
+        for slot in self.up:
+            self.post(slot, self.clients[slot].add_chunk(chunk, blob))
+
+    # ------------------------------------------------------------------ asking
+
+    def post(self, slot: int, pending: Pending[Any], done: Callable[[Any], object] = lambda _: None) -> None:
+        """`done` with the answer; whoever does not answer is lost."""
+        name = self.clients[slot].name
+        self._calls.post(name, pending, _quiet(done), lambda reason: self.lose(slot, reason), self._patience.call_s)
+
+    def ask(self, slot: int, pending: Pending[T]) -> T | None:
+        """The answer, other calls going on meanwhile; None when the trainer is lost."""
+        try:
+            return self._calls.wait_for(self.clients[slot].name, pending, self._patience.call_s)
+        except ServiceLostError as error:
+            self.lose(slot, error.reason)
+            return None
+
+    def identified(self, slot: int, then: Callable[[], None]) -> None:
+        """Go on once the trainer is known to be the process that was equipped."""
+
+        def answered(process_id: int) -> None:
+            if process_id != self._pids.get(slot):
+                name = self.clients[slot].name
+                self._tell("drafter_lost", name, f"drafter trainer of slot {slot} was restarted between two calls")
+                self._returned(slot, process_id)
+            then()
+
+        self.post(slot, self.clients[slot].process_id(), answered)
+
+    def settle(self) -> None:
+        """Wait until every live trainer has answered what it was asked."""
+        while any(self._calls.outstanding(self.clients[slot].name) for slot in self._up):
+            self._calls.turn()
+
+    # ------------------------------------------------------------------ losing and getting back
+
+    def lose(self, slot: int, reason: str) -> None:
+        if slot not in self._up:
+            return
+        name = self.clients[slot].name
+        self._calls.drop(name)
+        self._up.discard(slot)
+        self._tell("drafter_lost", name, f"drafter trainer of slot {slot} is lost: {reason}")
+        self.on_lost(slot, reason)
+        self._probe(slot, self._clock() + self._patience.restart_s)
+
+    def _probe(self, slot: int, give_up_s: float) -> None:
+        trainer = self.clients[slot]
+
+        def again(reason: str) -> None:
+            if self._clock() < give_up_s:
+                self._calls.later(PROBE_PAUSE_S, ask)
+            else:
+                self._tell("drafter_gone", trainer.name, f"did not come back: {reason}")
+
+        def ask() -> None:
+            left = max(1.0, give_up_s - self._clock())
+            self._calls.post(trainer.name, trainer.process_id(), lambda pid: self._returned(slot, pid), again, left)
+
+        ask()
+
+    def _remember(self, slot: int) -> Callable[[int], None]:
+        return lambda process_id: self._pids.update({slot: process_id})
+
+    def _returned(self, slot: int, process_id: int) -> None:
+        trainer = self.clients[slot]
+        self._up.add(slot)
+        self._pids[slot] = process_id
+        self._tell("drafter_returned", trainer.name, f"drafter trainer of slot {slot} is back, process {process_id}")
+        if self._head is not None:
+            self.post(slot, trainer.load_target_head(self._head.version, self._head.blob))
+        for chunk, blob in self._chunks:
+            self.post(slot, trainer.add_chunk(chunk, blob))
+
+
+def _quiet(done: Callable[[Any], object]) -> Callable[[Any], None]:
+    def call(answer: Any) -> None:
+        done(answer)
+
+    return call

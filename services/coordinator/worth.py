@@ -1,0 +1,105 @@
+"""Whether training the drafter pays, and how many idle slots should do it. Pure.
+
+Two signs say that it does: what was learned in the last steps made drafts better on rollouts nobody had trained on
+(`gain`), or the served drafter is accepted less than it was (`drift`), measured per bucket of response length against
+the bucket's own recent level, since long responses are accepted differently and their share changes from step to
+step. Without either, slots rest and the energy is saved (a frozen drafter holds up well when the policy moves slowly);
+now and then one step of training asks again. tlt.md section 7 and the paper train by the clock instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from services.config.drafter import DrafterTraining
+from services.core.types import AcceptanceStats, Rollout
+
+LEVEL_SHARE = 0.3  # of the newest step in a bucket's level
+
+
+def bucket(rollout: Rollout) -> int:
+    """Responses of a length of the same power of two."""
+    return len(rollout.response_ids).bit_length()
+
+
+@dataclass
+class DriftWatch:
+    """Acceptance per bucket against its own level (an exponential average of earlier steps)."""
+
+    levels: dict[int, float] = field(default_factory=dict)
+
+    def step(self, rollouts: Iterable[Rollout]) -> float:
+        """The drop of acceptance relative to the levels, averaged over buckets by verify steps (positive: worse), and
+        the levels move on. 0 where nothing can be compared."""
+        parts: dict[int, list[AcceptanceStats]] = {}
+        for rollout in rollouts:
+            parts.setdefault(bucket(rollout), []).append(rollout.acceptance)
+        dropped = weight = 0.0
+        for key, stats in parts.items():
+            merged = AcceptanceStats.merged(stats)
+            length = merged.acceptance_length
+            if length is None:
+                continue
+            level = self.levels.get(key)
+            if level is not None:
+                dropped += merged.verify_steps * (1 - length / level)
+                weight += merged.verify_steps
+            self.levels[key] = length if level is None else level + LEVEL_SHARE * (length - level)
+        return dropped / weight if weight else 0.0
+
+
+class Worth:
+    """Told after every step; asked before every rollout phase."""
+
+    def __init__(self, config: DrafterTraining) -> None:
+        self._config = config
+        self._drift = DriftWatch()
+        self._idle_gains = 0  # evaluated trainings in a row that brought too little
+        self._rested = 0  # steps since training stopped
+        self._gain: float | None = None
+        self._dropped = 0.0
+        self.resting = False
+
+    def step(self, rollouts: Sequence[Rollout], gain: float | None) -> str | None:
+        """`gain`: what this step's training added to the held-out acceptance length, relative; None when nothing was
+        trained or evaluated. Returns a message when training begins to rest, or goes on again."""
+        self._dropped = self._drift.step(rollouts)
+        self._gain = gain
+        if gain is not None:
+            self._idle_gains = 0 if gain >= self._config.min_gain else self._idle_gains + 1
+        return self._rest() if not self.resting else self._wake()
+
+    def _rest(self) -> str | None:
+        if self._idle_gains < self._config.patience or self._drifts:
+            return None
+        self.resting, self._rested = True, 0
+        return (
+            f"the served drafter holds: {self._idle_gains} trainings in a row added less than "
+            f"{self._config.min_gain:.1%} to the held-out acceptance length, which has not dropped; slots rest, and "
+            f"one step in {self._config.probe_every} tries again"
+        )
+
+    def _wake(self) -> str | None:
+        self._rested += 1
+        pays = self._gain is not None and self._gain >= self._config.min_gain
+        if not (pays or self._drifts):
+            return None
+        self.resting, self._idle_gains = False, 0
+        if pays:
+            return f"training the drafter pays again: it added {self._gain:.1%} to the held-out acceptance length"
+        return f"training the drafter again: acceptance dropped {self._dropped:.1%} below its recent level"
+
+    @property
+    def _drifts(self) -> bool:
+        return self._dropped >= self._config.drift
+
+    def slots(self, idle: int) -> int:
+        """How many of `idle` slots should train in the coming rollout phase."""
+        if self._config.when != "auto":
+            return idle if self._config.when == "always" else 0
+        if self.resting:
+            due = self._rested and self._rested % self._config.probe_every == 0
+            return min(1, idle) if due else 0
+        barely = self._gain is not None and self._gain < self._config.min_gain and not self._drifts
+        return min(1, idle) if barely else idle
