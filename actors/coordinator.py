@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from actors.clients import (
@@ -39,26 +40,31 @@ class QueuedObserver:
         return [self._queue.popleft() for _ in range(len(self._queue))]
 
 
+def ray_services(config: ClusterConfig, handles: Mapping[str, Any]) -> Services:
+    """Clients of the actors by name; waits for the drafter's initial state."""
+    slots = range(config.rollout.num_servers)
+    names = [f"drafter-{slot}" for slot in slots if f"drafter-{slot}" in handles]
+    drafters = [RayDrafterClient(name, handles[name]) for name in names]
+    initial = None
+    if drafters:
+        pending, initial = drafters[0].initial_state()
+        pending.result(config.coordinator.start_timeout_s)
+    return Services(
+        rollout=[RayRolloutClient(f"rollout-{slot}", handles[f"rollout-{slot}"]) for slot in slots],
+        drafters=drafters,
+        policy=RayPolicyClient("policy", handles["policy"]),
+        reward=RayRewardClient("reward", handles["reward"]),
+        waiter=RayWaiter(),
+        initial_drafter=initial,
+        advantages=advantages,
+    )
+
+
 class CoordinatorActor:
     """`handles` are the actors by name: rollout-<slot>, drafter-<slot>, policy, reward."""
 
     def __init__(self, config: ClusterConfig, inputs: Inputs, handles: dict[str, Any]) -> None:
-        slots = range(config.rollout.num_servers)
-        names = [f"drafter-{slot}" for slot in slots if f"drafter-{slot}" in handles]
-        drafters = [RayDrafterClient(name, handles[name]) for name in names]
-        initial = None
-        if drafters:
-            pending, initial = drafters[0].initial_state()
-            pending.result(config.coordinator.start_timeout_s)
-        services = Services(
-            rollout=[RayRolloutClient(f"rollout-{slot}", handles[f"rollout-{slot}"]) for slot in slots],
-            drafters=drafters,
-            policy=RayPolicyClient("policy", handles["policy"]),
-            reward=RayRewardClient("reward", handles["reward"]),
-            waiter=RayWaiter(),
-            initial_drafter=initial,
-            advantages=advantages,
-        )
+        services = ray_services(config, handles)
         self._observer = QueuedObserver()
         self._coordinator = Coordinator(config, inputs, services, self._observer, time.monotonic)
 

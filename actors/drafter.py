@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from actors.priority import run_behind_others
 from services.config.schema import ClusterConfig
 from services.core.types import AcceptanceEstimate, DrafterProgress, HiddenStateChunk
 from services.drafter.checkpoint import starting_state
@@ -30,6 +31,7 @@ class DrafterActor:
         return 0, starting_state(self._config)
 
     def begin(self, state: DrafterState, epoch: int, lane: int) -> None:
+        run_behind_others()  # the thread of this actor's calls: a rollout server beside it must not wait for training
         self._service.begin(state, epoch, lane)
 
     def load_target_head(self, policy_version: int, tensors: Mapping[str, Any]) -> None:

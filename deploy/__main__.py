@@ -168,6 +168,22 @@ def bench_sglang(
         _end(run_bench(resolved, repeats, publish), as_json)
 
 
+@bench_app.command("spot")
+def bench_spot(
+    config: Annotated[str, typer.Option(help="Whose model, prompts and drafter to measure.")] = "pocket-spot",
+    settings: Overrides = None,
+    repeats: Repeats = 5,
+    seeds: Annotated[int, typer.Option(help="Runs that move the policy; 0 leaves the acceptance out.", min=0)] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Drafter training in idle slots: how much of the idle time it uses, what it costs rollout, how fast it yields."""
+    with errors_told():
+        resolved = config_of(config, settings or [])
+        from deploy.bench_spot import run_bench
+
+        _end(run_bench(resolved, repeats, seeds), as_json)
+
+
 @bench_app.command("packing")
 def bench_packing(
     config: Annotated[str, typer.Option(help="Whose model, prompts and drafter to measure.")] = "pocket-demo",

@@ -38,7 +38,7 @@ class DrafterConfig(Section):
     unroll_decay: float = Field(0.8, gt=0, le=1)
     pack_tokens: int = Field(1024, ge=64)
     buffer_bytes: int = Field(256 * 2**20, ge=2**16)
-    micro_step_budget_s: float = Field(0.1, gt=0)  # one call of a trainer; a slot that is wanted cuts it short
+    micro_step_budget_s: float = Field(0.5, gt=0)  # one call of a trainer; a slot that is wanted cuts it short
     round_s: float = Field(2.0, gt=0)  # the slots that train are brought together about this often
     threads: int = Field(1, ge=1)
     # Its training state is kept here, a folder that every slot sees, and a run that finds one there goes on from it.

@@ -1,0 +1,214 @@
+"""`longtail bench spot`: what drafter training in idle slots uses, costs and brings, over real Ray actors.
+
+Timing: the same rollouts (same prompts and seeds, policy and drafter fixed) with all idle slots training and with none,
+in turns, the first pair dropped. `idle_used_share` is trainers' own busy time over all slot seconds without rollout
+work from the first token until the last trainer has yielded, so waiting between calls, joining, handing in and merging
+count as unused. Preemption: from asking a slot to leave until its lease is free, at the end of rollouts and at random
+moments in the middle of them. Acceptance: runs whose policy moves, then the live, the first and an untrained drafter
+on the last step's rollouts, which none of them was trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import mean, median, stdev
+from typing import Any
+
+import ray
+import torch
+
+from actors.coordinator import ray_services
+from deploy.cluster import actors, ray_session
+from deploy.inputs import load_inputs
+from deploy.provenance import provenance
+from services.config.schema import ClusterConfig
+from services.coordinator.coordinator import Coordinator
+from services.coordinator.stats import quantile
+from services.coordinator.work import make_work, prompts_of_step
+from services.core.errors import ConfigError
+from services.core.protocols import Blob
+from services.core.types import ProgressView, SlotState, TrainBatch
+from services.drafter.state import DrafterState, fresh_state
+from services.models.drafter import Drafter
+from services.models.files import model_dir, read_config
+from services.models.layers import model_spec
+from services.models.methods import drafter_method
+
+DRILLS = 4  # rollout phases with preemptions at random moments
+DRILL_PAUSE_S = 0.4
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # two-sided, n - 1 degrees
+
+
+@dataclass
+class _Quiet:
+    """A RunObserver that listens to progress only."""
+
+    drill: Any = None
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda *args: None
+
+    def progress(self, view: ProgressView) -> None:
+        if self.drill is not None:
+            self.drill(view)
+
+
+@dataclass
+class _Phase:
+    seconds: float
+    idle_s: float
+    drafting_s: float
+    busy_s: float
+    micro_steps: list[float] = field(default_factory=list)
+
+
+class _Bench(Coordinator):
+    """The coordinator with its verbs taken apart."""
+
+    def prepare(self) -> None:
+        """Weights everywhere, and the hidden states of one step for the trainers."""
+        self.publish_policy()
+        self.publish_drafter()
+        self.load()
+        for group in self.generate(1, self.prompts(1)):
+            self.score(group)
+        groups = self.scored()
+        rollouts = tuple(r for g in groups for r in g.rollouts)
+        self.train_step(TrainBatch(1, rollouts, self.advantages(groups)))
+        self.publish_policy()
+
+    def measure(self, drafters: int) -> _Phase:
+        self.load()
+        rollout, run = self._config.rollout, self._config.run
+        prompts = prompts_of_step(self._inputs.train, 1, rollout.prompts_per_step, run.seed)
+        works = make_work(prompts, "spot", rollout.group_size, self._inputs.sampling, run.seed)
+        self._drafting.progress = []
+        self._timeline.open_window()
+        started = self._clock()
+        for _ in self._phase.generate(works, drafters):
+            pass
+        seconds = self._clock() - started
+        self._drafting.finish()
+        slots = self._timeline.close_window()
+        done = self._drafting.progress
+        return _Phase(
+            seconds, slots.get(SlotState.IDLE, 0.0), slots.get(SlotState.DRAFTING, 0.0), sum(p.busy_s for p in done),
+            [p.busy_s / p.micro_steps for p in done],
+        )  # fmt: skip
+
+    def preempt_one(self, rng: random.Random) -> None:
+        if self._drafting.slots:
+            self._drafting.stop([rng.choice(self._drafting.slots)])
+
+    @property
+    def preempted_s(self) -> list[float]:
+        return self._drafting.preempted_s
+
+    def acceptance(self, untrained: Blob) -> dict[str, float]:
+        """Expected acceptance length on the newest hidden states."""
+        newest, slot = self._trainers.newest, self._trainers.up[0]
+        assert newest is not None and self._drafting.live is not None and self._services.initial_drafter is not None
+        states = {"live": self._drafting.live, "frozen": self._services.initial_drafter, "untrained": untrained}
+        answer = self._trainers.ask(slot, self._trainers.clients[slot].estimate(states, newest))
+        assert answer is not None
+        return {e.drafter: e.acceptance_length for e in answer}
+
+
+def run_bench(config: ClusterConfig, repeats: int, seeds: int) -> dict[str, Any]:
+    if all(s.drafter != "eagle" for s in config.speculation.strategies):
+        raise ConfigError("bench spot trains a drafter: choose a strategy with drafter 'eagle'")
+    with ray_session(config):
+        timing = _timing(config, repeats)
+        print(json.dumps(timing), flush=True)
+        found = []
+        for seed in range(seeds):
+            found.append(_moved(config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})))
+            print(json.dumps({"seed": seed, **found[-1]}), flush=True)
+    return {
+        "bench": "spot", **provenance(), "slots": config.rollout.num_servers, "repeats": repeats,
+        "rollouts": config.rollout.prompts_per_step * config.rollout.group_size, **timing,
+        "acceptance": _over_seeds(found, config.run.steps) if found else None,
+    }  # fmt: skip
+
+
+@contextmanager
+def _bench(config: ClusterConfig, observer: _Quiet) -> Iterator[_Bench]:
+    inputs = load_inputs(config)
+    with actors(config, inputs) as handles:
+        yield _Bench(config, inputs, ray_services(config, handles), observer, time.monotonic)
+
+
+def _timing(config: ClusterConfig, repeats: int) -> dict[str, Any]:
+    observer, slots = _Quiet(), config.rollout.num_servers
+    with _bench(config, observer) as bench:
+        bench.prepare()
+        phases: dict[int, list[_Phase]] = {0: [], slots: []}
+        for repeat in range(repeats + 1):
+            for drafters in (0, slots) if repeat % 2 else (slots, 0):
+                phase = bench.measure(drafters)
+                if repeat:  # the first pair warms up
+                    phases[drafters].append(phase)
+        _drill(bench, observer, config)
+        preempted = [1000 * s for s in bench.preempted_s]
+    off, on = phases[0], phases[slots]
+    ratios = [a.seconds / b.seconds for a, b in zip(on, off, strict=True)]
+    unused = sum(p.idle_s + p.drafting_s for p in on)
+    micro_steps = [1000 * s for p in on for s in p.micro_steps]
+    return {
+        "idle_used_share": round(sum(p.busy_s for p in on) / unused, 4),
+        "leased_share": round(sum(p.drafting_s for p in on) / unused, 4),
+        "idle_slot_s": round(unused / len(on), 2),
+        "rollout_s_without": round(median(p.seconds for p in off), 3),
+        "rollout_s_with": round(median(p.seconds for p in on), 3),
+        "rollout_time_ratio": round(median(ratios), 4),
+        "ratios": [round(r, 3) for r in ratios],
+        "micro_step_ms": round(median(micro_steps), 1),
+        "micro_step_p99_ms": round(quantile(micro_steps, 0.99), 1),
+        "preemptions": len(preempted),
+        "preempt_p50_ms": round(quantile(preempted, 0.5), 1),
+        "preempt_p99_ms": round(quantile(preempted, 0.99), 1),
+    }
+
+
+def _drill(bench: _Bench, observer: _Quiet, config: ClusterConfig) -> None:
+    """Ask slots to leave in the middle of rollouts; the scheduler lets them join again."""
+    rng, last = random.Random(config.run.seed), [time.monotonic()]
+
+    def drill(_: ProgressView) -> None:
+        if time.monotonic() - last[0] > DRILL_PAUSE_S:
+            last[0] = time.monotonic()
+            bench.preempt_one(rng)
+
+    observer.drill = drill
+    for _ in range(DRILLS):
+        bench.measure(config.rollout.num_servers)
+    observer.drill = None
+
+
+def _moved(config: ClusterConfig) -> dict[str, float]:
+    """Acceptance after a run of `run.steps` steps."""
+    with _bench(config, _Quiet()) as bench:
+        bench.run()
+        untrained: DrafterState = _untrained(config)
+        return {k: round(v, 4) for k, v in bench.acceptance(Blob(ray.put(untrained))).items()}
+
+
+def _untrained(config: ClusterConfig) -> DrafterState:
+    torch.manual_seed(config.run.seed)
+    method = drafter_method(config.drafter, model_spec(read_config(model_dir(config.model.path))))
+    return fresh_state(Drafter(method).tensors(), method)
+
+
+def _over_seeds(found: list[dict[str, float]], steps: int) -> dict[str, Any]:
+    """Means, and live minus frozen with its 95 % interval over seeds (Student's t)."""
+    ahead = [f["live"] - f["frozen"] for f in found]
+    half = T_95[len(ahead)] * stdev(ahead) / len(ahead) ** 0.5 if len(ahead) in T_95 else None
+    middle = mean(ahead)
+    interval = None if half is None else [round(middle - half, 4), round(middle + half, 4)]
+    means = {name: round(mean(f[name] for f in found), 4) for name in found[0]}
+    return {"steps": steps, "seeds": len(found), **means, "live_ahead": round(middle, 4), "interval_95": interval}
