@@ -135,6 +135,9 @@ class RayDrafterClient(_Client):
     def snapshot(self, epoch: int) -> tuple[Pending[int], Blob]:
         return self._with_blob("snapshot", epoch)
 
+    def held(self) -> tuple[Pending[int], Blob]:
+        return self._with_blob("held")
+
     def merge(self, states: Sequence[Blob], micro_steps: Sequence[int]) -> tuple[Pending[int], Blob]:
         return self._with_blob("merge", tuple(micro_steps), *states)
 
@@ -153,6 +156,9 @@ class RayPolicyClient(_Client):
         refuse_tensors(batch, f"{self.name}.train_step")
         report, chunk, blob = self._refs("train_step", 3, batch)
         return RayCall(report, self.name, "train_step"), RayCall(chunk, self.name, "train_step"), Blob(blob)
+
+    def steps_done(self) -> RayCall:
+        return self._control("steps_done")
 
     def publish(self) -> tuple[Pending[int], Blob]:
         return self._with_blob("publish")

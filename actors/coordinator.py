@@ -21,6 +21,7 @@ from actors.clients import (
 )
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator, Inputs, Services
+from services.coordinator.resume import Takeover
 from services.core.types import ProgressView
 from services.policy.advantage import advantages
 
@@ -61,12 +62,15 @@ def ray_services(config: ClusterConfig, handles: Mapping[str, Any]) -> Services:
 
 
 class CoordinatorActor:
-    """`handles` are the actors by name: rollout-<slot>, drafter-<slot>, policy, reward."""
+    """`handles` are the actors by name: rollout-<slot>, drafter-<slot>, policy, reward. `takeover`: the run goes on
+    that a coordinator before this one began."""
 
-    def __init__(self, config: ClusterConfig, inputs: Inputs, handles: dict[str, Any]) -> None:
+    def __init__(
+        self, config: ClusterConfig, inputs: Inputs, handles: dict[str, Any], takeover: Takeover | None = None
+    ) -> None:
         services = ray_services(config, handles)
         self._observer = QueuedObserver()
-        self._coordinator = Coordinator(config, inputs, services, self._observer, time.monotonic)
+        self._coordinator = Coordinator(config, inputs, services, self._observer, time.monotonic, takeover)
 
     def process_id(self) -> int:
         return os.getpid()

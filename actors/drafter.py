@@ -50,6 +50,9 @@ class DrafterActor:
     def snapshot(self, epoch: int) -> tuple[int, DrafterState]:
         return self._service.snapshot(epoch)
 
+    def held(self) -> tuple[int, DrafterState | None]:
+        return self._service.held()
+
     def merge(self, micro_steps: tuple[int, ...], *states: DrafterState) -> tuple[int, DrafterState]:
         return self._service.merge(states, micro_steps)
 

@@ -20,5 +20,8 @@ class PolicyActor:
     def train_step(self, batch: TrainBatch) -> tuple[PolicyStepReport, HiddenStateChunk, list[Any]]:
         return self._service.train_step(batch)
 
+    def steps_done(self) -> int:
+        return self._service.steps_done
+
     def publish(self) -> tuple[int, dict[str, Any]]:
         return self._service.publish()

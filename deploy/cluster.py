@@ -32,7 +32,9 @@ from deploy.processes import descendants, end_processes
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Inputs
 from services.coordinator.observer import RunObserver
+from services.coordinator.resume import RunMemory, Takeover
 from services.core.errors import LongtailError, ServiceLostError, StopRequested, WaitTimeoutError
+from services.core.types import RunEvent
 
 KINDS = {"rollout": RolloutActor, "drafter": DrafterActor, "policy": PolicyActor, "reward": RewardActor}
 
@@ -58,11 +60,11 @@ def run_on_ray(
     `on_start` gets the actor handles by name. Raises StopRequested after Ctrl-C.
     """
     inputs = load_inputs(config)
-    watch = _Watch(observer, on_drafter)
+    watch = _Watch(observer, on_drafter, config.coordinator.max_restarts)
     try:
         with ray_session(config), actors(config, inputs) as handles:
             on_start(handles)
-            return watch.follow(handles["coordinator"])
+            return watch.follow(handles["coordinator"], lambda takeover: _replaced(config, inputs, handles, takeover))
     except KeyboardInterrupt:
         watch.finish_for("stopped", None)
         raise StopRequested("stopped before the run began or before it reached a safe point") from None
@@ -109,11 +111,8 @@ def actors(config: ClusterConfig, inputs: Inputs) -> Iterator[Handles]:
         lent = {slot: first_gpu(group, slot, config) for slot in sorted(s for s in lenders if s is not None)}
         for plan in plans:
             handles[plan.name] = _start(plan, config, group, lent)
-        coordinator = ray.remote(CoordinatorActor).options(
-            num_cpus=0, max_restarts=0, max_concurrency=4, runtime_env={"env_vars": actor_env(1)}
-        )
         # Last, so that of several that cannot start the coordinator, which waits for the others, is named last.
-        handles["coordinator"] = coordinator.remote(config, inputs, dict(handles))
+        handles["coordinator"] = _start_coordinator(config, inputs, handles, None)
         _await_all(handles, config.coordinator.start_timeout_s)
         yield handles
     finally:
@@ -182,6 +181,21 @@ def _start(plan: ActorPlan, config: ClusterConfig, group: Any, lent: Mapping[int
     return remote_class(plan.kind).options(**options).remote(*arguments)
 
 
+def _start_coordinator(config: ClusterConfig, inputs: Inputs, handles: Handles, takeover: Takeover | None) -> Any:
+    """Ray does not restart it: another one must know that it takes over."""
+    made = ray.remote(CoordinatorActor).options(
+        num_cpus=0, max_restarts=0, max_concurrency=4, runtime_env={"env_vars": actor_env(1)}
+    )
+    others = {name: handle for name, handle in handles.items() if name != "coordinator"}
+    return made.remote(config, inputs, others, takeover)
+
+
+def _replaced(config: ClusterConfig, inputs: Inputs, handles: Handles, takeover: Takeover) -> Any:
+    handles["coordinator"] = coordinator = _start_coordinator(config, inputs, handles, takeover)
+    _await_all({"coordinator": coordinator}, config.coordinator.start_timeout_s)
+    return coordinator
+
+
 def remote_class(kind: str) -> Any:
     """Calls in the group CONTROL run in a thread of their own: an `interrupt` overtakes the `train` it is meant for."""
     made = ray.remote(concurrency_groups={CONTROL: 1}) if kind == "drafter" else ray.remote
@@ -222,15 +236,31 @@ def _stop_actors(handles: Handles) -> None:
 
 
 class _Watch:
-    """The driver's view of a run: feeds the observer, handles Ctrl-C, finishes exactly once."""
+    """The driver's view of a run: feeds the observer, replaces a coordinator that dies, handles Ctrl-C, finishes
+    exactly once."""
 
-    def __init__(self, observer: RunObserver, on_drafter: Callable[[int, Mapping[str, Any]], None]) -> None:
-        self._observer = observer
+    def __init__(
+        self, observer: RunObserver, on_drafter: Callable[[int, Mapping[str, Any]], None], restarts: int
+    ) -> None:
+        self._observer = RunMemory(observer)
         self._on_drafter = on_drafter
+        self._restarts = restarts
         self._summary: Mapping[str, Any] | None = None
         self._finished = False
 
-    def follow(self, coordinator: Any) -> dict[str, Any]:
+    def follow(self, coordinator: Any, replace: Callable[[Takeover], Any]) -> dict[str, Any]:
+        started = time.monotonic()
+        while True:
+            try:
+                return self._follow(coordinator)
+            except ServiceLostError as error:
+                if error.name != "coordinator" or self._observer.incarnation >= self._restarts:
+                    raise
+                elapsed_s = time.monotonic() - started
+                self._observer.event(RunEvent(elapsed_s, "coordinator_lost", "coordinator", error.reason))
+                coordinator = replace(self._observer.takeover(elapsed_s))
+
+    def _follow(self, coordinator: Any) -> dict[str, Any]:
         run = coordinator.run.remote()
         try:
             self._until_done(coordinator, run, None)

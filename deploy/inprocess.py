@@ -197,6 +197,10 @@ class LocalDrafterClient(_Client):
         call = self._service.run("snapshot", lambda s: s.snapshot(epoch))
         return _Part(call, 0), Blob(_Part(call, 1))
 
+    def held(self) -> tuple[Pending[int], Blob]:
+        call = self._service.run("held", lambda s: s.held())
+        return _Part(call, 0), Blob(_Part(call, 1))
+
     def merge(self, states: Sequence[Blob], micro_steps: Sequence[int]) -> tuple[Pending[int], Blob]:
         call = self._service.run("merge", lambda s: s.merge([_value(b) for b in states], micro_steps))
         return _Part(call, 0), Blob(_Part(call, 1))
@@ -219,6 +223,9 @@ class LocalPolicyClient(_Client):
         refuse_tensors(batch, f"{self.name}.train_step")
         call = self._service.call("train_step", batch)
         return _Part(call, 0), _Part(call, 1), Blob(_Part(call, 2))
+
+    def steps_done(self) -> LocalCall:
+        return self._service.run("steps_done", lambda s: s.steps_done)
 
     def publish(self) -> tuple[Pending[int], Blob]:
         call = self._service.call("publish")

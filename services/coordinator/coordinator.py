@@ -26,6 +26,7 @@ from services.coordinator.metrics import StepFacts, step_metrics
 from services.coordinator.observer import RunObserver
 from services.coordinator.progress import ProgressBoard
 from services.coordinator.releases import Releases
+from services.coordinator.resume import Takeover, takeover_message
 from services.coordinator.rollout_phase import RolloutPhase
 from services.coordinator.scoring import Scoring
 from services.coordinator.stats import group_stats
@@ -86,19 +87,28 @@ class Inputs:
 
 class Coordinator:
     def __init__(
-        self, config: ClusterConfig, inputs: Inputs, services: Services, observer: RunObserver, clock: Clock
+        self,
+        config: ClusterConfig,
+        inputs: Inputs,
+        services: Services,
+        observer: RunObserver,
+        clock: Clock,
+        takeover: Takeover | None = None,
     ) -> None:
         num_slots = len(services.rollout)
         assert num_slots and len(services.drafters) in (0, num_slots)
         self._config, self._inputs, self._services = config, inputs, services
         self._observer, self._clock = observer, clock
         self._stop = threading.Event()
-        self._timeline = Timeline(num_slots, clock, observer.span)
-        self._leases = LeaseBook(num_slots, config.coordinator.lease_s, clock(), self._timeline.slot_changed)
+        self._takeover, self._steps_done = takeover, 0
+        before = takeover or Takeover(0, 0.0)
+        self._timeline = Timeline(num_slots, clock, observer.span, before.elapsed_s)
+        lease_s = config.coordinator.lease_s
+        self._leases = LeaseBook(num_slots, lease_s, clock(), self._timeline.slot_changed, before.first_epoch)
         self._calls = Calls(services.waiter, clock, self._check_stop)
         self._board = ProgressBoard(config.run.steps, clock, self._slots, observer.progress)
         self._patience = Patience(config.coordinator.call_timeout_s, config.coordinator.start_timeout_s)
-        self._summary = Summary()
+        self._summary = Summary(list(before.steps), list(before.evaluations), events=before.events)
         self._facts = StepFacts()
         self._fleet = Fleet(services.rollout, self._leases, self._calls, clock, self._patience, self._tell)
         self._engine_states = config.drafter.states == "engine"
@@ -122,6 +132,7 @@ class Coordinator:
         """
         status, error = "failed", "unexpected: see the log"
         try:
+            self._take_over()
             loop.train(self, self._config.run.steps, self._config.run.eval_every)
             self._compare()
             self._board.enter("finished")
@@ -154,7 +165,25 @@ class Coordinator:
     def published_drafter(self) -> Published | None:
         return self._fleet.drafter
 
+    def _take_over(self) -> None:
+        """Find out what an earlier coordinator left with servers and trainers."""
+        if self._takeover is None:
+            return
+        self._steps_done = self._ask_policy(self._services.policy.steps_done())
+        served = self._fleet.survey()
+        version = max([self._takeover.drafter_version, *(v.drafter for v in served if v.drafter is not None)])
+        live = self._trainers.recover()
+        if live is not None:
+            self._drafting.live = live
+        self._releases.go_on(version + 1, self._drafting.live)
+        message = takeover_message(self._takeover, len(served), live is not None, version + 1)
+        self._tell("coordinator_returned", "coordinator", message)
+
     # ------------------------------------------------------------------ the verbs: rollout and reward
+
+    @property
+    def steps_done(self) -> int:
+        return self._steps_done
 
     def prompts(self, step: int) -> Sequence[Prompt]:
         run = self._config.run
@@ -239,7 +268,7 @@ class Coordinator:
 
     def evaluate(self, step: int) -> None:
         prompts = self._inputs.heldout[: self._config.run.eval_prompts]
-        if not prompts:
+        if not prompts or any(e.step == step for e in self._summary.evaluations):
             return
         self._timeline.enter(f"evaluation {step}")
         self._board.begin("evaluation", len(prompts))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from services.coordinator.calls import Calls
@@ -121,18 +122,33 @@ class Fleet:
         """The hidden states that the servers kept since the last call, of those that have any; slots are IDLE before
         and after. What a server kept that is lost meanwhile is lost with it."""
         taken: list[tuple[HiddenStateChunk, Blob]] = []
-        asked = self._leases.in_state(SlotState.IDLE)
-        for slot in asked:
-            self._take_states(slot, step, taken)
-        while any(self._leases.state(slot) in SERVING for slot in asked):
-            self._calls.turn()
+        self._visit(lambda slot, epoch, _: self._take_states(slot, epoch, step, taken))
         return taken
 
-    def _take_states(self, slot: int, step: int, taken: list[tuple[HiddenStateChunk, Blob]]) -> None:
+    def survey(self) -> list[ServedVersions]:
+        """What every server that answers serves; slots are IDLE before and after."""
+        found: list[ServedVersions] = []
+
+        def note(slot: int, epoch: int, versions: ServedVersions) -> None:
+            found.append(versions)
+            self.release(slot)
+
+        self._visit(note)
+        return found
+
+    def _visit(self, then: Callable[[int, int, ServedVersions], None]) -> None:
+        """Open every IDLE slot's server and go on with (slot, epoch, what it serves), until all slots are released."""
+        asked = self._leases.in_state(SlotState.IDLE)
+        for slot in asked:
+            epoch = self._leases.change(slot, SlotState.ROLLOUT, self._leases[slot].epoch, self._clock()).epoch
+            self._post(slot, self.servers[slot].open_epoch(epoch), partial(then, slot, epoch))
+        while any(self._leases.state(slot) in SERVING for slot in asked):
+            self._calls.turn()
+
+    def _take_states(self, slot: int, epoch: int, step: int, taken: list[tuple[HiddenStateChunk, Blob]]) -> None:
         client = self.servers[slot]
-        lease = self._leases.change(slot, SlotState.ROLLOUT, self._leases[slot].epoch, self._clock())
-        self._post(slot, client.open_epoch(lease.epoch), lambda _: self._heard(slot, lease.epoch))
-        pending, blob = client.take_states(step, lease.epoch)
+        self._heard(slot, epoch)
+        pending, blob = client.take_states(step, epoch)
 
         def told(chunk: HiddenStateChunk) -> None:
             self.release(slot)

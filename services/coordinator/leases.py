@@ -35,10 +35,12 @@ OnChange = Callable[[SlotLease, SlotLease, float], None]
 class LeaseBook:
     """All slots' leases. `on_change(before, after, now)` sees every change of state."""
 
-    def __init__(self, num_slots: int, lease_s: float, now: float, on_change: OnChange | None = None) -> None:
+    def __init__(
+        self, num_slots: int, lease_s: float, now: float, on_change: OnChange | None = None, first_epoch: int = 0
+    ) -> None:
         self._lease_s = lease_s
         self._on_change = on_change
-        self._leases = [SlotLease(slot, S.IDLE, 0, now + lease_s) for slot in range(num_slots)]
+        self._leases = [SlotLease(slot, S.IDLE, first_epoch, now + lease_s) for slot in range(num_slots)]
 
     def __len__(self) -> int:
         return len(self._leases)

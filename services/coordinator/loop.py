@@ -31,6 +31,10 @@ from services.core.types import Group, Prompt, TrainBatch
 
 
 class Verbs(Protocol):
+    @property
+    def steps_done(self) -> int:
+        """Steps that the policy was trained on before this call; above 0 when the run was taken over."""
+
     def prompts(self, step: int) -> Sequence[Prompt]: ...
 
     def generate(self, step: int, prompts: Sequence[Prompt]) -> Iterator[FinishedGroup]: ...
@@ -55,12 +59,13 @@ class Verbs(Protocol):
 
 
 def train(run: Verbs, steps: int, eval_every: int) -> None:
-    """Run `steps` steps; held-out evaluation before, after, and every `eval_every` steps (0: not in between)."""
+    """Run up to `steps` steps; held-out evaluation before, after, and every `eval_every` steps (0: not in between)."""
     run.publish_policy()
     run.publish_drafter()
     run.load()
-    run.evaluate(0)
-    for step in range(1, steps + 1):
+    if run.steps_done in (0, steps):
+        run.evaluate(run.steps_done)
+    for step in range(run.steps_done + 1, steps + 1):
         for finished in run.generate(step, run.prompts(step)):
             run.score(finished)
         groups = run.scored()

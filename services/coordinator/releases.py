@@ -34,6 +34,10 @@ class Releases:
         self._gain: float | None = None
         self.estimates: dict[str, AcceptanceEstimate] = {}
 
+    def go_on(self, version: int, live: Blob | None) -> None:
+        """After a takeover: serve `live` under a version that no server has seen."""
+        self._version, self._served = version, live
+
     def estimate(self, live: Blob | None) -> None:
         """Ask one trainer how well the live, the served and the first drafter fit the newest hidden states, before any
         of it is trained on."""
@@ -55,12 +59,12 @@ class Releases:
         self.estimates = {e.drafter: e for e in estimates}
 
     def publish_first(self) -> Published | None:
-        """Export drafter version 0; None without drafter trainers."""
-        if not self._trainers.clients or self._frozen is None:
+        """Export the version that is to be served first; None without drafter trainers."""
+        if not self._trainers.clients or self._served is None:
             return None
         give_up_s = self._clock() + self._patience.restart_s
         while self._clock() < give_up_s:
-            published = self._export(self._frozen, 0)
+            published = self._export(self._served, self._version)
             if published is not None:
                 return published
             self._turn()

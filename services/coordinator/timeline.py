@@ -10,17 +10,19 @@ from services.core.types import SlotLease, SlotSpan, SlotState
 
 
 class Timeline:
-    """Seconds are since the start of the run. `label` names the phase under way; no span outlasts its phase.
+    """Seconds are since the start of the run, which was `elapsed_s` ago. `label` names the phase under way; no span
+    outlasts its phase.
 
     Idle and drafting seconds count only inside a rollout window (`open_window` to `close_window`): a slot that has
     nothing to generate there is either IDLE (unused) or DRAFTING (the idle time put to use).
     """
 
-    def __init__(self, num_slots: int, clock: Clock, emit: Callable[[SlotSpan], None]) -> None:
+    def __init__(self, num_slots: int, clock: Clock, emit: Callable[[SlotSpan], None], elapsed_s: float = 0.0) -> None:
         self._clock = clock
         self._emit = emit
-        self._start = clock()
-        self._open = dict.fromkeys(range(num_slots), (SlotState.IDLE, self._start, ""))
+        now = clock()
+        self._start = now - elapsed_s
+        self._open = dict.fromkeys(range(num_slots), (SlotState.IDLE, now, ""))
         self._window: dict[int, float] | None = None
         self._seconds: dict[SlotState, float] = {}
         self.label = ""

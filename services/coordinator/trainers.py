@@ -102,6 +102,17 @@ class Trainers:
         while any(self._calls.outstanding(self.clients[slot].name) for slot in self._up):
             self._calls.turn()
 
+    def recover(self) -> Blob | None:
+        """The state with the most micro-steps that any trainer holds from an earlier coordinator's time. Whoever
+        answers is known from then on."""
+        found: list[tuple[int, Blob]] = []
+        for slot in self.up:
+            pending, state = self.clients[slot].held()
+            total_steps = self.ask(slot, pending)
+            if total_steps is not None and total_steps >= 0:
+                found.append((total_steps, state))
+        return max(found, key=lambda held: held[0])[1] if found else None
+
     # ------------------------------------------------------------------ losing and getting back
 
     def lose(self, slot: int, reason: str) -> None:

@@ -101,6 +101,9 @@ class DrafterClient(Protocol):
     def snapshot(self, epoch: int) -> tuple[Pending[int], Blob]:
         """(total_steps, state): state as for `begin`."""
 
+    def held(self) -> tuple[Pending[int], Blob]:
+        """(total_steps, state) of what this trainer holds, whoever leased it; (-1, ...) before its first `begin`."""
+
     def merge(self, states: Sequence[Blob], micro_steps: Sequence[int]) -> tuple[Pending[int], Blob]:
         """(total_steps, state): the average of states that began from one, weighted by their micro-steps since."""
 
@@ -122,6 +125,9 @@ class PolicyClient(Protocol):
 
     def train_step(self, batch: TrainBatch) -> tuple[Pending[PolicyStepReport], Pending[HiddenStateChunk], Blob]:
         """One optimizer update; the chunk holds the target hidden states of the forward pass over the rollouts."""
+
+    def steps_done(self) -> Pending[int]:
+        """The last step that was trained on."""
 
     def publish(self) -> tuple[Pending[int], Blob]:
         """(policy_version, weights)."""

@@ -114,6 +114,10 @@ class DrafterService:
         free_cache(self._trainer.device)
         return self._trainer.total_steps, state
 
+    def held(self) -> tuple[int, DrafterState | None]:
+        """(total_steps, state) as it is now, for a coordinator that knows nothing; (-1, None) before `begin`."""
+        return (self._trainer.total_steps, self._trainer.state()) if self._begun else (-1, None)
+
     def merge(self, states: Sequence[DrafterState], micro_steps: Sequence[int]) -> tuple[int, DrafterState]:
         """(total_steps, average) of states that began from one state and made so many micro-steps since."""
         for state in states:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.config.schema import ClusterConfig
+from services.core.errors import BatchError
 from services.core.protocols import Clock
 from services.core.types import HiddenStateChunk, PolicyStepReport, TrainBatch
 from services.models.device import free_cache, pick_device, pick_dtype
@@ -27,14 +28,24 @@ class PolicyService:
         self._trainer = trainer
         self._spec = spec
         self._publish_dtype = publish_dtype
+        self._last_step = 0
 
     @property
     def version(self) -> int:
         return self._trainer.version
 
+    @property
+    def steps_done(self) -> int:
+        """The last step whose rollouts were trained on, also when they had no signal and the version stayed."""
+        return self._last_step
+
     def train_step(self, batch: TrainBatch) -> tuple[PolicyStepReport, HiddenStateChunk, list[HiddenStates]]:
-        """One update. The hidden states are those of the version before it; see PolicyTrainer.train_step."""
+        """One update. The hidden states are those of the version before it; see PolicyTrainer.train_step. Raises
+        BatchError for a step that was trained on already: a coordinator that took over asks for `steps_done` first."""
+        if batch.step <= self._last_step:
+            raise BatchError(f"the policy has trained on step {self._last_step}, step {batch.step} came after it")
         step = self._trainer.train_step(batch)
+        self._last_step = batch.step
         free_cache(self._trainer.device)
         return step.report, step.chunk, step.hidden
 

@@ -1,4 +1,4 @@
-"""A real run on Ray actors in which a rollout server and a drafter trainer are killed mid-step."""
+"""A real run on Ray actors in which a rollout server, a drafter trainer and the coordinator are killed mid-step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS, PROMPTS, GROUP = 5, 12, 4
 
 @dataclass
 class Killer:
-    """SIGKILLs a server in the middle of step 2 and a drafter trainer in the middle of step 3."""
+    """SIGKILLs a server in the middle of step 2, a drafter trainer in step 3, the coordinator in step 4."""
 
     processes: dict[str, int] = field(default_factory=dict)
     killed: dict[str, int] = field(default_factory=dict)
@@ -39,6 +39,8 @@ class Killer:
                 self._kill("rollout-1")
             elif view.step >= 3 and "drafter-0" not in self.killed:
                 self._kill("drafter-0")
+            elif view.step >= 4 and "coordinator" not in self.killed:
+                self._kill("coordinator")
 
     def _kill(self, name: str) -> None:
         self.killed[name] = self.processes[name]
@@ -79,8 +81,9 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
 
 
 def test_the_run_finishes_with_every_rollout_once(outcome: Outcome) -> None:
-    assert set(outcome.killer.killed) == {"rollout-1", "drafter-0"}
+    assert set(outcome.killer.killed) == {"rollout-1", "drafter-0", "coordinator"}
     assert outcome.summary["status"] == "finished" and outcome.observer.summaries == [outcome.summary]
+    assert [m.step for m in outcome.observer.steps] == list(range(1, STEPS + 1)), outcome.observer.events
     assert outcome.summary["rollouts"] == STEPS * PROMPTS * GROUP
     for groups in outcome.observer.groups.values():
         assert len(groups) == PROMPTS

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,7 @@ from deploy.inprocess import (
 )
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator, Inputs, Services
+from services.coordinator.resume import RunMemory
 from services.core.errors import StaleEpochError
 from services.core.protocols import Blob
 from services.core.types import (
@@ -191,6 +193,9 @@ class FakeDrafter:
     def interrupt(self, epoch: int) -> None:
         self.interrupted = epoch
 
+    def held(self) -> tuple[int, Any]:
+        return (-1, None) if self.state is None else (self.state["trained"], dict(self.state))
+
     def merge(self, states: Any, micro_steps: Any) -> tuple[int, dict[str, int]]:
         begun = {s["trained"] - n for s, n in zip(states, micro_steps, strict=True)}
         assert len(begun) == 1, "a round's states must begin from one"
@@ -218,15 +223,20 @@ class FakeDrafter:
 class FakePolicy:
     clock: FakeClock
     version: int = 0
+    no_signal_every: int = 10**9
     batches: list[Any] = field(default_factory=list)
 
     def train_step(self, batch: Any) -> tuple[PolicyStepReport, HiddenStateChunk, str]:
         self.clock.now += 0.5
-        old, self.version = self.version, self.version + 1
+        old, self.version = self.version, self.version + (batch.step % self.no_signal_every != 0)
         assert all(r.policy_versions == (old,) for r in batch.rollouts), "off-policy rollouts"
         self.batches.append(batch)
         report = PolicyStepReport(self.version, 0.1, 1.0, 0.0, 0.0, 0.0, 1.0, 10, 0.0, (), 0.5)
         return report, HiddenStateChunk(old, batch.step, 4, 40, 4000), f"hidden {batch.step}"
+
+    @property
+    def steps_done(self) -> int:
+        return self.batches[-1].step if self.batches else 0
 
     def publish(self) -> tuple[int, str]:
         return self.version, f"policy {self.version}"
@@ -271,6 +281,22 @@ class Recorder:
 
     def finish(self, summary: Any) -> None:
         self.summaries.append(summary)
+
+
+class CoordinatorKilled(BaseException):
+    """The coordinator's process is gone, wherever it was: nothing may catch this."""
+
+
+class _Mouth:
+    """What a coordinator tells; the dead say nothing."""
+
+    def __init__(self, observer: Any) -> None:
+        self._observer = observer
+
+    def __getattr__(self, method: str) -> Any:
+        if isinstance(sys.exc_info()[1], CoordinatorKilled):
+            return lambda *args: None
+        return getattr(self._observer, method)
 
 
 def tiny_config(**changes: Any) -> ClusterConfig:
@@ -322,6 +348,19 @@ class World:
         )
         self.inputs = Inputs(make_prompts(train_prompts), make_prompts(8, 1000), SAMPLING)
         self.coordinator = Coordinator(config, self.inputs, self.services, self.observer, self.clock)
+
+    def run_with_takeovers(self) -> dict[str, Any]:
+        """As the driver does it: a coordinator that dies (CoordinatorKilled) is replaced and the run goes on."""
+        memory = RunMemory(self.observer)
+        takeover = None
+        while True:
+            mouth = _Mouth(memory)
+            args = self.config, self.inputs, self.services, mouth, self.clock
+            self.coordinator = Coordinator(*args, takeover)  # type: ignore[arg-type]
+            try:
+                return self.coordinator.run()
+            except CoordinatorKilled:
+                takeover = memory.takeover(self.clock())
 
     def replace_services(self, **changes: Any) -> None:
         self.services = replace(self.services, **changes)

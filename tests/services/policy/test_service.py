@@ -5,7 +5,7 @@ import torch
 
 from services.config.drafter import DrafterConfig
 from services.config.schema import ClusterConfig, ModelConfig, PolicyConfig
-from services.core.errors import ConfigError, DataError, WeightError
+from services.core.errors import BatchError, ConfigError, DataError, WeightError
 from services.core.types import TrainBatch
 from services.models.files import read_config
 from services.models.layers import model_spec
@@ -33,7 +33,7 @@ def test_published_tensors_are_copies_of_one_version(model_folder, make_rollout)
     built = service(model_folder(), learning_rate=0.01)
     _, before = built.publish()
     kept = {name: t.clone() for name, t in before.items()}
-    batch = TrainBatch(0, (make_rollout(0), make_rollout(1)), (1.0, -1.0))
+    batch = TrainBatch(1, (make_rollout(0), make_rollout(1)), (1.0, -1.0))
     report, chunk, hidden = built.train_step(batch)
     version, after = built.publish()
     assert report.policy_version == version == built.version == 1
@@ -56,7 +56,7 @@ def test_bfloat16_keeps_float32_weights_and_publishes_bfloat16(model_folder, mak
         model=ModelConfig(path=str(model_folder()), dtype="bfloat16", device="cpu"), policy=PolicyConfig(threads=1)
     )
     built = build_policy_service(config)
-    report, _, hidden = built.train_step(TrainBatch(0, (make_rollout(0), make_rollout(1)), (1.0, -1.0)))
+    report, _, hidden = built.train_step(TrainBatch(1, (make_rollout(0), make_rollout(1)), (1.0, -1.0)))
     assert report.policy_version == 1 and hidden[0].hidden.dtype == torch.float32
     assert all(p.dtype == torch.float32 for p in built._trainer.model.parameters())
     assert all(t.dtype == torch.bfloat16 for t in built.publish()[1].values())
@@ -81,7 +81,7 @@ def test_aux_states_are_collected_for_eagle3_only(model_folder, make_rollout, dr
         drafter=DrafterConfig(**drafter),
     )
     _, _, hidden = build_policy_service(config).train_step(
-        TrainBatch(0, (make_rollout(0), make_rollout(1)), (1.0, -1.0))
+        TrainBatch(1, (make_rollout(0), make_rollout(1)), (1.0, -1.0))
     )
     for h in hidden:
         if width is None:
@@ -94,3 +94,15 @@ def test_a_target_too_shallow_for_eagle3_is_told(model_folder) -> None:
     config = ClusterConfig(model=ModelConfig(path=str(model_folder())), drafter=DrafterConfig(method="eagle3"))
     with pytest.raises(ConfigError, match=r"has 2 layers: set drafter\.method: eagle"):
         build_policy_service(config)
+
+
+def test_a_step_is_trained_on_once(model_folder, make_rollout) -> None:
+    """A coordinator that took over may not know what was applied before it."""
+    built = service(model_folder())
+    batch = TrainBatch(1, (make_rollout(0), make_rollout(1)), (1.0, -1.0))
+    assert built.steps_done == 0
+    built.train_step(batch)
+    with pytest.raises(BatchError, match="has trained on step 1"):
+        built.train_step(batch)
+    built.train_step(TrainBatch(2, (make_rollout(0), make_rollout(1)), (0.0, 0.0)))
+    assert built.steps_done == 2 and built.version == 1, "no signal: the step counts, the version stays"
