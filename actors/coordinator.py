@@ -13,6 +13,7 @@ from typing import Any
 
 from actors.clients import (
     RayDrafterClient,
+    RayEnergyClient,
     RayPolicyClient,
     RayRewardClient,
     RayRolloutClient,
@@ -20,6 +21,7 @@ from actors.clients import (
 )
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator, Inputs, Services
+from services.core.energy import GpuName
 from services.core.types import ProgressView
 from services.policy.advantage import advantages
 
@@ -64,6 +66,10 @@ class CoordinatorActor:
 
     def process_id(self) -> int:
         return os.getpid()
+
+    def measure_energy(self, meters: dict[str, Any], users: dict[str, tuple[GpuName, ...]]) -> None:
+        """Before `run`. `meters` are energy actors by name."""
+        self._coordinator.measure_energy([RayEnergyClient(name, handle) for name, handle in meters.items()], users)
 
     def run(self) -> dict[str, Any]:
         return self._coordinator.run()

@@ -38,6 +38,7 @@ _SHOWN = {
     "rollout_seconds_off": "rollout seconds, speculation off",
     "rollout_seconds_on": "rollout seconds, speculation on",
     "greedy_mismatches": "greedy mismatches",
+    "joules_per_step": "joules of the GPUs per step",
     "wall_seconds": "wall clock seconds",
 }
 
@@ -117,4 +118,8 @@ def _table(summary: Mapping[str, Any]) -> Table:
         value = summary.get(key)
         if value is not None:
             table.add_row(label, f"{value:.3f}" if isinstance(value, float) else str(value))
+    if summary.get("energy_j"):
+        table.add_row(
+            "joules by role, all steps", ", ".join(f"{r} {j:,.0f}" for r, j in summary["energy_j"].items() if j > 0)
+        )
     return table

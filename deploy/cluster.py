@@ -20,12 +20,14 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rich.console import Console
 
+from actors.clients import RayCall
 from actors.coordinator import CoordinatorActor
 from actors.drafter import DrafterActor
 from actors.policy import PolicyActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from deploy.inputs import load_inputs
+from deploy.metering import plan_meters, seats, start_meters
 from deploy.placement import TRAINER_ENV, ActorPlan, actor_env, bundles, check_resources, machine_cpus, plan_actors
 from deploy.processes import descendants, end_processes
 from services.config.schema import ClusterConfig
@@ -114,6 +116,7 @@ def actors(config: ClusterConfig, inputs: Inputs) -> Iterator[Handles]:
         # Last, so that of several that cannot start the coordinator, which waits for the others, is named last.
         handles["coordinator"] = coordinator.remote(config, inputs, dict(handles))
         _await_all(handles, config.coordinator.start_timeout_s)
+        handles |= _metered(handles, config.coordinator.start_timeout_s)
         yield handles
     finally:
         _stop_actors(handles)
@@ -199,6 +202,15 @@ def _await_all(handles: Handles, timeout_s: float) -> None:
         raise WaitTimeoutError(
             f"{names} did not start within {timeout_s:.0f} s: see the Ray logs, or raise coordinator.start_timeout_s"
         )
+
+
+def _metered(handles: Handles, timeout_s: float) -> Handles:
+    """The energy meters, made known to the coordinator."""
+    meters, users = plan_meters(seats(handles, timeout_s))
+    started = start_meters(meters)
+    told = handles["coordinator"].measure_energy.remote(started, users)
+    RayCall(told, "coordinator", "measure_energy").result(timeout_s)
+    return started
 
 
 def _cause(error: Exception) -> str:

@@ -22,6 +22,7 @@ from services.coordinator.drafting import Drafting
 from services.coordinator.fleet import Fleet, Patience, Published
 from services.coordinator.leases import LeaseBook
 from services.coordinator.ledger import FinishedGroup
+from services.coordinator.metering import Metering, method_word
 from services.coordinator.metrics import StepFacts, step_metrics
 from services.coordinator.observer import RunObserver
 from services.coordinator.progress import ProgressBoard
@@ -31,6 +32,7 @@ from services.coordinator.stats import group_stats
 from services.coordinator.summary import Summary
 from services.coordinator.timeline import Timeline
 from services.coordinator.work import make_work, prompts_of_step
+from services.core.energy import EnergyClient, GpuName
 from services.core.errors import LongtailError, ServiceLostError, StopRequested
 from services.core.protocols import (
     Blob,
@@ -50,6 +52,7 @@ from services.core.types import (
     Rollout,
     RunEvent,
     SamplingParams,
+    SlotSpan,
     TrainBatch,
 )
 
@@ -90,9 +93,10 @@ class Coordinator:
         self._config, self._inputs, self._services = config, inputs, services
         self._observer, self._clock = observer, clock
         self._stop = threading.Event()
-        self._timeline = Timeline(num_slots, clock, observer.span)
+        self._timeline = Timeline(num_slots, clock, self._span)
         self._leases = LeaseBook(num_slots, config.coordinator.lease_s, clock(), self._timeline.slot_changed)
         self._calls = Calls(services.waiter, clock, self._check_stop)
+        self._metering = Metering((), {}, self._calls, self._timeline.now, self._tell)
         self._board = ProgressBoard(config.run.steps, clock, self._slots, observer.progress)
         self._patience = Patience(config.coordinator.call_timeout_s, config.coordinator.start_timeout_s)
         self._summary = Summary()
@@ -102,6 +106,10 @@ class Coordinator:
         self._drafting = self._make_drafting()
         self._phase = self._make_phase()
         self._scoring = Scoring(services.reward, self._calls, clock, self._patience, self._tell)
+
+    def measure_energy(self, meters: Sequence[EnergyClient], users: Mapping[str, Sequence[GpuName]]) -> None:
+        """Before `run`. `users`: the GPUs of "slot <i>" and "policy"."""
+        self._metering = Metering(meters, users, self._calls, self._timeline.now, self._tell)
 
     # ------------------------------------------------------------------ the run around the loop
 
@@ -152,6 +160,7 @@ class Coordinator:
         self._facts = StepFacts()
         self._drafting.progress = []
         self._timeline.enter(f"step {step}")
+        self._metering.begin()
         self._board.step = step
         self._board.begin("rollout", len(prompts) * rollout.group_size)
         self._timeline.open_window()
@@ -239,6 +248,8 @@ class Coordinator:
     def record(self, step: int) -> None:
         self._drafting.settle()
         self._facts.drafter_version = self._summary.drafter_version
+        self._facts.energy_j = self._metering.end(self._timeline.open_spans())
+        self._summary.energy_method = method_word(self._metering.methods)
         metrics = step_metrics(step, self._timeline.now(), self._facts, self._drafting.estimates)
         self._summary.steps.append(metrics)
         self._observer.step(metrics)
@@ -319,6 +330,10 @@ class Coordinator:
             message = f"{error.reason}; the policy's weights died with it: start the run again"
             self._tell("policy_lost", error.name, message)
             raise ServiceLostError(error.name, message) from error
+
+    def _span(self, span: SlotSpan) -> None:
+        self._metering.span(span)
+        self._observer.span(span)
 
     def _tell(self, kind: str, subject: str, message: str) -> RunEvent:
         event = RunEvent(self._timeline.now(), kind, subject, message)
