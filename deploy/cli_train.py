@@ -103,7 +103,7 @@ def _tell(console: Console, run_dir: Path) -> None:
     """The summary as a table and where the report is, as far as the run got."""
     summary, report = run_dir / "summary.json", run_dir / "report.html"
     if summary.is_file():
-        console.print(_table(json.loads(summary.read_text(encoding="utf-8"))))
+        console.print(summary_table(json.loads(summary.read_text(encoding="utf-8"))))
     if report.is_file():
         _say(console, f"report: {report}")
 
@@ -112,7 +112,8 @@ def _say(console: Console, line: str) -> None:
     console.print(line, soft_wrap=True, highlight=False, markup=False)  # a path stays whole, to be copied
 
 
-def _table(summary: Mapping[str, Any]) -> Table:
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """What was measured, of the figures that a person wants to know first."""
     table = Table(show_header=False)
     for key, label in _SHOWN.items():
         value = summary.get(key)

@@ -34,4 +34,5 @@ def energy_section(run: RunData) -> str:
         "GPUs only: processors, memory, fans and power supplies are not in it, nor are evaluations."
     )
     numbers = table(("role", "joules", "joules per step", "share"), rows).html("Joules by role")
-    return f'<section aria-label="Energy"><h2>Energy</h2><div class="card">{numbers}<p>{esc(note)}</p></div></section>'
+    body = f'<div class="card">{numbers}<p class="none">{esc(note)}</p></div>'
+    return f'<section aria-label="Energy"><h2>Energy</h2>{body}</section>'

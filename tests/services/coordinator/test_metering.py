@@ -170,7 +170,7 @@ def test_a_gpu_that_is_lost_says_so() -> None:
     world = Metered()
 
     def lose(reading: EnergyReading) -> EnergyReading:
-        a, b = reading.gpus
+        a, _ = reading.gpus
         return replace(reading, gpus=(a, GpuEnergy("GPU-b", "counter", (), (), error="GPU-b: NVML says GPU is lost")))
 
     world.meters[0].change = lose
