@@ -41,6 +41,3 @@ class EnergyActor:
 
     def read(self, since_s: float | None) -> EnergyReading:
         return self._service.read(since_s)
-
-    def close(self) -> None:
-        self._service.close()

@@ -42,7 +42,10 @@ class Alignment:
         return self.error_s + DRIFT * (now_s - self.at_s)
 
     def better(self, newer: Alignment) -> Alignment:
-        return newer if newer.error_s <= self.error_at(newer.at_s) else self
+        """The sharper bound; the newer one when the two cannot both be true: the meter is on another clock now."""
+        known_s = self.error_at(newer.at_s)
+        moved = abs(newer.offset_s - self.offset_s) > newer.error_s + known_s
+        return newer if moved or newer.error_s <= known_s else self
 
 
 class _Meter:

@@ -88,12 +88,13 @@ def test_joules_come_from_the_actor_to_the_role_that_spent_them(three_gpus: None
         turned = time.monotonic()
         time.sleep(0.5)
         metering.span(SlotSpan("slot 0", "rollout", begun, turned))
+        ended = time.monotonic()
         joules = metering.end([SlotSpan("slot 0", "drafting", turned, time.monotonic())])
         assert joules is not None and not told
-        assert joules["rollout"] == pytest.approx(300.0, rel=0.1)
-        assert joules["drafting"] == pytest.approx(150.0, rel=0.1)
-        assert joules["policy"] == pytest.approx(450.0, rel=0.1)
-        assert joules["idle"] == pytest.approx(0.0, abs=15.0)
+        assert joules["rollout"] == pytest.approx(300.0 * (turned - begun), rel=0.05)
+        assert joules["drafting"] == pytest.approx(300.0 * (ended - turned), rel=0.1)
+        assert joules["policy"] == pytest.approx(300.0 * (ended - begun), rel=0.05)
+        assert joules["idle"] == pytest.approx(0.0, abs=30.0)
     ray.kill(started["energy-0"])
     metering.begin()
     assert metering.end([]) is None

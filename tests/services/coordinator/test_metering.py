@@ -223,10 +223,15 @@ def test_the_middle_of_the_round_trip_is_right_to_half_of_it(
 
 
 def test_the_better_bound_is_kept_until_drift_has_widened_it() -> None:
-    sharp, blunt = Alignment(1.0, 0.001, 0.0), Alignment(2.0, 0.01, 5.0)
+    sharp, blunt = Alignment(1.0, 0.001, 0.0), Alignment(1.005, 0.01, 5.0)
     assert sharp.better(blunt) is sharp and blunt.better(replace(sharp, at_s=6.0)).offset_s == 1.0
     later = replace(blunt, at_s=0.011 / DRIFT)
     assert sharp.better(later) is later
+
+
+def test_a_bound_that_contradicts_the_one_before_means_another_clock() -> None:
+    before, after = Alignment(1.0, 0.001, 0.0), Alignment(-500.0, 0.2, 5.0)
+    assert before.better(after) is after
 
 
 def test_spans_outside_begin_and_end_are_not_kept() -> None:
