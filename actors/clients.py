@@ -164,6 +164,11 @@ class RayPolicyClient(_Client):
         return self._with_blob("publish")
 
 
+class RayEnergyClient(_Client):
+    def read(self, since_s: float | None) -> RayCall:
+        return self._control("read", since_s)
+
+
 class RayRewardClient(_Client):
     def score(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> RayCall:
         return self._control("score", prompts, rollouts)

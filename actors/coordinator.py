@@ -14,14 +14,17 @@ from typing import Any
 
 from actors.clients import (
     RayDrafterClient,
+    RayEnergyClient,
     RayPolicyClient,
     RayRewardClient,
     RayRolloutClient,
     RayWaiter,
 )
 from services.config.schema import ClusterConfig
-from services.coordinator.coordinator import Coordinator, Inputs, Services
+from services.coordinator.coordinator import Coordinator
 from services.coordinator.resume import Takeover
+from services.coordinator.services import Inputs, Services
+from services.core.energy import GpuName
 from services.core.types import ProgressView
 from services.policy.advantage import advantages
 
@@ -74,6 +77,10 @@ class CoordinatorActor:
 
     def process_id(self) -> int:
         return os.getpid()
+
+    def measure_energy(self, meters: dict[str, Any], users: dict[str, tuple[GpuName, ...]]) -> None:
+        """Before `run`. `meters` are energy actors by name."""
+        self._coordinator.measure_energy([RayEnergyClient(name, handle) for name, handle in meters.items()], users)
 
     def run(self) -> dict[str, Any]:
         return self._coordinator.run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from actors.energy import GpuSeat, own_seat
 from services.config.schema import ClusterConfig
 from services.core.types import HiddenStateChunk, PolicyStepReport, TrainBatch
 from services.policy.service import build_policy_service
@@ -16,6 +17,9 @@ class PolicyActor:
 
     def process_id(self) -> int:
         return os.getpid()
+
+    def gpu_seat(self) -> GpuSeat:
+        return own_seat()
 
     def train_step(self, batch: TrainBatch) -> tuple[PolicyStepReport, HiddenStateChunk, list[Any]]:
         return self._service.train_step(batch)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from actors.energy import GpuSeat, own_seat
 from services.config.schema import ClusterConfig
 from services.core.types import GroupWork, HiddenStateChunk, MemorySwitch, ServedVersions, ServerReport
 from services.models.hidden import HiddenStates
@@ -18,6 +19,9 @@ class RolloutActor:
 
     def process_id(self) -> int:
         return os.getpid()
+
+    def gpu_seat(self) -> GpuSeat:
+        return own_seat()
 
     def open_epoch(self, epoch: int) -> ServedVersions:
         return self._service.open_epoch(epoch)

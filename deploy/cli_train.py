@@ -38,6 +38,7 @@ _SHOWN = {
     "rollout_seconds_off": "rollout seconds, speculation off",
     "rollout_seconds_on": "rollout seconds, speculation on",
     "greedy_mismatches": "greedy mismatches",
+    "joules_per_step": "joules of the GPUs per step",
     "wall_seconds": "wall clock seconds",
 }
 
@@ -102,7 +103,7 @@ def _tell(console: Console, run_dir: Path) -> None:
     """The summary as a table and where the report is, as far as the run got."""
     summary, report = run_dir / "summary.json", run_dir / "report.html"
     if summary.is_file():
-        console.print(_table(json.loads(summary.read_text(encoding="utf-8"))))
+        console.print(summary_table(json.loads(summary.read_text(encoding="utf-8"))))
     if report.is_file():
         _say(console, f"report: {report}")
 
@@ -111,10 +112,15 @@ def _say(console: Console, line: str) -> None:
     console.print(line, soft_wrap=True, highlight=False, markup=False)  # a path stays whole, to be copied
 
 
-def _table(summary: Mapping[str, Any]) -> Table:
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """What was measured, of the figures that a person wants to know first."""
     table = Table(show_header=False)
     for key, label in _SHOWN.items():
         value = summary.get(key)
         if value is not None:
             table.add_row(label, f"{value:.3f}" if isinstance(value, float) else str(value))
+    if summary.get("energy_j"):
+        table.add_row(
+            "joules by role, all steps", ", ".join(f"{r} {j:,.0f}" for r, j in summary["energy_j"].items() if j > 0)
+        )
     return table

@@ -12,6 +12,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -20,19 +22,21 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rich.console import Console
 
-from actors.clients import CONTROL
+from actors.clients import CONTROL, RayCall
 from actors.coordinator import CoordinatorActor
 from actors.drafter import DrafterActor
 from actors.policy import PolicyActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from deploy.inputs import load_inputs
+from deploy.metering import plan_meters, seats, start_meters
 from deploy.placement import TRAINER_ENV, ActorPlan, actor_env, bundles, check_resources, machine_cpus, plan_actors
 from deploy.processes import descendants, end_processes
 from services.config.schema import ClusterConfig
-from services.coordinator.coordinator import Inputs
 from services.coordinator.observer import RunObserver
 from services.coordinator.resume import RunMemory, Takeover
+from services.coordinator.services import Inputs
+from services.core.energy import GpuName
 from services.core.errors import LongtailError, ServiceLostError, StopRequested, WaitTimeoutError
 from services.core.types import RunEvent
 
@@ -63,8 +67,10 @@ def run_on_ray(
     watch = _Watch(observer, on_drafter, config.coordinator.max_restarts)
     try:
         with ray_session(config), actors(config, inputs) as handles:
+            meters = _start_meters(handles, config.coordinator.start_timeout_s)
+            meters.tell(handles["coordinator"])
             on_start(handles)
-            return watch.follow(handles["coordinator"], lambda takeover: _replaced(config, inputs, handles, takeover))
+            return watch.follow(handles["coordinator"], partial(_replaced, config, inputs, handles, meters))
     except KeyboardInterrupt:
         watch.finish_for("stopped", None)
         raise StopRequested("stopped before the run began or before it reached a safe point") from None
@@ -190,9 +196,10 @@ def _start_coordinator(config: ClusterConfig, inputs: Inputs, handles: Handles, 
     return made.remote(config, inputs, others, takeover)
 
 
-def _replaced(config: ClusterConfig, inputs: Inputs, handles: Handles, takeover: Takeover) -> Any:
+def _replaced(config: ClusterConfig, inputs: Inputs, handles: Handles, meters: _Meters, takeover: Takeover) -> Any:
     handles["coordinator"] = coordinator = _start_coordinator(config, inputs, handles, takeover)
     _await_all({"coordinator": coordinator}, config.coordinator.start_timeout_s)
+    meters.tell(coordinator)
     return coordinator
 
 
@@ -220,6 +227,27 @@ def _await_all(handles: Handles, timeout_s: float) -> None:
         raise WaitTimeoutError(
             f"{names} did not start within {timeout_s:.0f} s: see the Ray logs, or raise coordinator.start_timeout_s"
         )
+
+
+@dataclass(frozen=True)
+class _Meters:
+    """The energy meters by name, and who uses which GPU."""
+
+    handles: Handles
+    users: dict[str, tuple[GpuName, ...]]
+    timeout_s: float
+
+    def tell(self, coordinator: Any) -> None:
+        told = coordinator.measure_energy.remote(self.handles, self.users)
+        RayCall(told, "coordinator", "measure_energy").result(self.timeout_s)
+
+
+def _start_meters(handles: Handles, timeout_s: float) -> _Meters:
+    """They end with the other actors in `handles`."""
+    meters, users = plan_meters(seats(handles, timeout_s))
+    started = start_meters(meters)
+    handles.update(started)
+    return _Meters(started, users, timeout_s)
 
 
 def _cause(error: Exception) -> str:

@@ -232,6 +232,11 @@ class LocalPolicyClient(_Client):
         return _Part(call, 0), Blob(_Part(call, 1))
 
 
+class LocalEnergyClient(_Client):
+    def read(self, since_s: float | None) -> LocalCall:
+        return self._control("read", since_s)
+
+
 class LocalRewardClient(_Client):
     def score(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> LocalCall:
         return self._control("score", prompts, rollouts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.config.schema import ClusterConfig
-from services.coordinator.coordinator import Inputs
+from services.coordinator.services import Inputs
 from services.core.errors import DataError
 from services.core.types import SamplingParams
 from services.data.source import load_prompts

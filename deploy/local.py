@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from typing import Any
 
 from deploy.inprocess import (
     LocalDrafterClient,
+    LocalEnergyClient,
     LocalHost,
     LocalPolicyClient,
     LocalRewardClient,
@@ -17,11 +19,18 @@ from deploy.inprocess import (
 )
 from deploy.inputs import load_inputs, needs_drafter
 from services.config.schema import ClusterConfig
-from services.coordinator.coordinator import Coordinator, Services
+from services.coordinator.coordinator import Coordinator
+from services.coordinator.energy import POLICY
 from services.coordinator.observer import RunObserver
+from services.coordinator.services import Services
+from services.core.energy import GpuName
 from services.core.protocols import Blob, Clock
 from services.drafter.checkpoint import starting_state
 from services.drafter.service import build_drafter_service
+from services.energy.nvml import open_nvml
+from services.energy.reader import OpenReader
+from services.energy.service import EnergyService
+from services.models.device import pick_device
 from services.policy.advantage import advantages
 from services.policy.service import build_policy_service
 from services.reward.service import RewardService, build_reward_service
@@ -33,15 +42,24 @@ def run_local(
     observer: RunObserver,
     clock: Clock = time.monotonic,
     on_drafter: Callable[[int, Mapping[str, Any]], None] = lambda version, tensors: None,
+    gpu: str | None = None,
+    open_reader: OpenReader = open_nvml,
 ) -> dict[str, Any]:
     """One run to its summary. `on_drafter` gets (version, trainable tensors) of the drafter published last.
+    `gpu`: whose energy is measured, as CUDA_VISIBLE_DEVICES calls it; None: the one that this process computes on.
 
     Raises what the run raises; the observer is finished in every case.
     """
     inputs = load_inputs(config)
     with ExitStack() as closing:
-        services = _services(config, clock, closing)
+        host = LocalHost(clock, time.sleep)
+        services = _services(config, host, closing)
         coordinator = Coordinator(config, inputs, services, observer, clock)
+        entry = gpu or _gpu_in_use(config)
+        if entry is not None:
+            meter = EnergyService([entry], open_reader, clock)
+            closing.callback(meter.close)
+            _measure_energy(coordinator, config, host, meter, entry)
         summary = coordinator.run()
         published = coordinator.published_drafter
         if published is not None:
@@ -49,8 +67,22 @@ def run_local(
         return summary
 
 
-def _services(config: ClusterConfig, clock: Clock, closing: ExitStack) -> Services:
-    host = LocalHost(clock, time.sleep)
+def _gpu_in_use(config: ClusterConfig) -> str | None:
+    """Everything here computes on torch's current GPU: the first that CUDA_VISIBLE_DEVICES leaves."""
+    if pick_device(config.model.device).type != "cuda":
+        return None
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
+def _measure_energy(
+    coordinator: Coordinator, config: ClusterConfig, host: LocalHost, meter: EnergyService, entry: str
+) -> None:
+    client = LocalEnergyClient(LocalService("energy", lambda: meter, host))
+    holders = [*(f"slot {i}" for i in range(config.rollout.num_servers)), POLICY]
+    coordinator.measure_energy([client], dict.fromkeys(holders, (GpuName(client.name, entry),)))
+
+
+def _services(config: ClusterConfig, host: LocalHost, closing: ExitStack) -> Services:
 
     def reward() -> RewardService:
         service = build_reward_service(config)

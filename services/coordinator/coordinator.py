@@ -7,9 +7,8 @@ in one thread. `stop` and `latest` may be called from another.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from services.config.naming import strategy_name
@@ -22,6 +21,7 @@ from services.coordinator.drafting import Drafting
 from services.coordinator.fleet import Fleet, Patience, Published
 from services.coordinator.leases import LeaseBook
 from services.coordinator.ledger import FinishedGroup
+from services.coordinator.metering import Metering, method_word
 from services.coordinator.metrics import StepFacts, step_metrics
 from services.coordinator.observer import RunObserver
 from services.coordinator.progress import ProgressBoard
@@ -29,22 +29,19 @@ from services.coordinator.releases import Releases
 from services.coordinator.resume import Takeover, takeover_message
 from services.coordinator.rollout_phase import RolloutPhase
 from services.coordinator.scoring import Scoring
+from services.coordinator.services import Inputs, Services
 from services.coordinator.stats import group_stats
 from services.coordinator.summary import Summary
 from services.coordinator.timeline import Timeline
 from services.coordinator.trainers import Trainers
 from services.coordinator.work import make_work, prompts_of_step
 from services.coordinator.worth import Worth
+from services.core.energy import EnergyClient, GpuName
 from services.core.errors import LongtailError, ServiceLostError, StopRequested
 from services.core.protocols import (
     Blob,
     Clock,
-    DrafterClient,
     Pending,
-    PolicyClient,
-    RewardClient,
-    RolloutClient,
-    Waiter,
 )
 from services.core.types import (
     EvalResult,
@@ -54,35 +51,11 @@ from services.core.types import (
     Rollout,
     RunEvent,
     SamplingParams,
+    SlotSpan,
     TrainBatch,
 )
 
 T = TypeVar("T")
-Advantages = Callable[[Sequence[Group]], tuple[tuple[float, ...], float]]
-
-
-@dataclass(frozen=True, slots=True)
-class Services:
-    """Everyone the coordinator talks to. `drafters` is empty when nothing needs a drafter; else one per slot, with
-    `initial_drafter` the training state of drafter version 0. `advantages` gives (one per rollout, zero-variance
-    fraction)."""
-
-    rollout: Sequence[RolloutClient]
-    drafters: Sequence[DrafterClient]
-    policy: PolicyClient
-    reward: RewardClient
-    waiter: Waiter
-    initial_drafter: Blob | None
-    advantages: Advantages
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What a run works on, prepared and checked before anything starts."""
-
-    train: tuple[Prompt, ...]
-    heldout: tuple[Prompt, ...]
-    sampling: SamplingParams
 
 
 class Coordinator:
@@ -102,10 +75,11 @@ class Coordinator:
         self._stop = threading.Event()
         self._takeover, self._steps_done = takeover, 0
         before = takeover or Takeover(0, 0.0)
-        self._timeline = Timeline(num_slots, clock, observer.span, before.elapsed_s)
+        self._timeline = Timeline(num_slots, clock, self._span, before.elapsed_s)
         lease_s = config.coordinator.lease_s
         self._leases = LeaseBook(num_slots, lease_s, clock(), self._timeline.slot_changed, before.first_epoch)
         self._calls = Calls(services.waiter, clock, self._check_stop)
+        self._metering = Metering((), {}, self._calls, self._timeline.now, self._tell)
         self._board = ProgressBoard(config.run.steps, clock, self._slots, observer.progress)
         self._patience = Patience(config.coordinator.call_timeout_s, config.coordinator.start_timeout_s)
         self._summary = Summary(list(before.steps), list(before.evaluations), events=before.events)
@@ -122,6 +96,10 @@ class Coordinator:
         self._worth = Worth(config.drafter.training)
         self._phase = self._make_phase()
         self._scoring = Scoring(services.reward, self._calls, clock, self._patience, self._tell)
+
+    def measure_energy(self, meters: Sequence[EnergyClient], users: Mapping[str, Sequence[GpuName]]) -> None:
+        """Before `run`. `users`: the GPUs of "slot <i>" and "policy"."""
+        self._metering = Metering(meters, users, self._calls, self._timeline.now, self._tell)
 
     # ------------------------------------------------------------------ the run around the loop
 
@@ -196,6 +174,7 @@ class Coordinator:
         self._facts = StepFacts()
         self._drafting.progress = []
         self._timeline.enter(f"step {step}")
+        self._metering.begin()
         self._board.step = step
         self._board.begin("rollout", len(prompts) * rollout.group_size)
         self._timeline.open_window()
@@ -286,6 +265,8 @@ class Coordinator:
     def record(self, step: int) -> None:
         self._trainers.settle()
         self._facts.drafter_version = self._summary.drafter_version
+        self._facts.energy_j = self._metering.end(self._timeline.open_spans())
+        self._summary.energy_method = method_word(self._metering.methods)
         metrics = step_metrics(step, self._timeline.now(), self._facts, self._releases.estimates)
         self._summary.steps.append(metrics)
         self._observer.step(metrics)
@@ -369,6 +350,10 @@ class Coordinator:
             message = f"{error.reason}; the policy's weights died with it: start the run again"
             self._tell("policy_lost", error.name, message)
             raise ServiceLostError(error.name, message) from error
+
+    def _span(self, span: SlotSpan) -> None:
+        self._metering.span(span)
+        self._observer.span(span)
 
     def _tell(self, kind: str, subject: str, message: str) -> RunEvent:
         event = RunEvent(self._timeline.now(), kind, subject, message)

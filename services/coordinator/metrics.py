@@ -27,6 +27,7 @@ class StepFacts:
     policy: PolicyStepReport | None = None
     drafter: Sequence[DrafterProgress] = ()
     drafter_version: int = 0
+    energy_j: Mapping[str, float] | None = None
 
 
 def step_metrics(step: int, at_s: float, facts: StepFacts, estimates: Mapping[str, AcceptanceEstimate]) -> StepMetrics:
@@ -69,4 +70,5 @@ def step_metrics(step: int, at_s: float, facts: StepFacts, estimates: Mapping[st
         idle_s=facts.slot_seconds.get(SlotState.IDLE, 0.0),
         drafting_s=facts.slot_seconds.get(SlotState.DRAFTING, 0.0),
         warnings=policy.warnings,
+        energy_j=facts.energy_j,
     )

@@ -30,6 +30,7 @@ class Summary:
     events: int = 0
     policy_version: int = 0
     drafter_version: int = 0
+    energy_method: str | None = None
 
     def as_dict(self, status: str, wall_s: float, error: str | None = None) -> dict[str, Any]:
         """`status` is finished, stopped or failed. Numbers that were not measured are None."""
@@ -62,6 +63,7 @@ class Summary:
             "drafter_version": self.drafter_version,
             "events": self.events,
             "wall_seconds": wall_s,
+            **energy_totals(self.steps, self.energy_method),
         }
 
 
@@ -74,3 +76,17 @@ def early(values: Sequence[float | None]) -> float | None:
 def late(values: Sequence[float | None]) -> float | None:
     """Mean over the last fifth of the steps that have a value."""
     return early(values[::-1])
+
+
+def energy_totals(steps: Sequence[StepMetrics], method: str | None) -> dict[str, Any]:
+    """Joules by role over the steps that were measured, how many these are, and joules of one step; evaluations and the
+    comparison are not in it."""
+    measured = [m.energy_j for m in steps if m.energy_j is not None]
+    roles = dict.fromkeys(role for energy in measured for role in energy)
+    by_role = {role: sum(energy.get(role, 0.0) for energy in measured) for role in roles}
+    return {
+        "energy_j": by_role if measured else None,
+        "energy_steps": len(measured),
+        "joules_per_step": sum(by_role.values()) / len(measured) if measured else None,
+        "energy_method": method,
+    }

@@ -64,6 +64,14 @@ class Timeline:
         self.label = label
         self._open = {slot: (state, since, label) for slot, (state, since, _) in self._open.items()}
 
+    def open_spans(self) -> list[SlotSpan]:
+        """What goes on in the slots, up to now; nothing is emitted."""
+        now = self.now()
+        return [
+            SlotSpan(f"slot {slot}", state.value, since - self._start, now, label)
+            for slot, (state, since, label) in self._open.items()
+        ]
+
     def close(self) -> None:
         """Emit what is still open, up to now."""
         now = self._clock()

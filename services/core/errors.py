@@ -61,6 +61,10 @@ class ControlMessageError(LongtailError):
     """A control message carried tensor data; tensors travel by reference only."""
 
 
+class MeterError(LongtailError):
+    """The energy of a GPU cannot be measured; the message says which one and why."""
+
+
 class StopRequested(LongtailError):
     """The user asked the run to stop (Ctrl-C); raised at the next safe point so that the run folder stays valid."""
 

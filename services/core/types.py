@@ -115,10 +115,9 @@ class AcceptanceStats:
 class Rollout:
     """One prompt + one response + logprobs + versions.
 
-    `rollout_logprobs` has one entry per token of `response_ids`, natural log under the *processed* target
-    distribution (temperature, top-k, top-p, min-p applied, in this order; a greedy token has 0.0);
-    `logprob_convention` records that. `text` is `decode(response_ids)`, cut before a matched stop string; training
-    uses `response_ids` only. Versions are in the order in which they were served.
+    `rollout_logprobs`: one entry per token of `response_ids`, natural log under the *processed* target distribution
+    (temperature, top-k, top-p, min-p applied, in this order; a greedy token has 0.0); `logprob_convention` says so.
+    `text`: `decode(response_ids)`, cut before a matched stop string (training uses ids). Versions in order of serving.
     """
 
     group_id: str
@@ -366,6 +365,7 @@ class StepMetrics:
     idle_s: float
     drafting_s: float
     warnings: tuple[str, ...] = ()
+    energy_j: Mapping[str, float] | None = None  # joules of the step's GPUs by role; None: not measured
 
 
 @dataclass(frozen=True, slots=True)

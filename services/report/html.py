@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.report.bars import phase_figure, strategy_figure
+from services.report.energy import energy_section
 from services.report.figure import table
 from services.report.lengths import length_figure
 from services.report.lines import acceptance_figure, reward_figure
@@ -161,6 +162,7 @@ def render_html(run: RunData) -> str:
         f"{_header(run, findings(run))}"
         f'<section aria-label="Slots"><h2>Who used which slot, and when</h2><div class="grid">{slots}</div></section>'
         f'<section aria-label="Measurements"><h2>What was measured</h2><div class="grid">{charts}</div></section>'
+        f"{energy_section(run)}"
         f'<section aria-label="Events"><h2>Events</h2><div class="card">{_events(run)}</div></section>'
         f'<section aria-label="Warnings"><h2>Warnings</h2><div class="card">{_warnings(run)}</div></section>'
         f'<section aria-label="Configuration"><h2>Configuration</h2><div class="card">{config}</div></section>'

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIGHT = ("services.core", "services.config", "services.coordinator", "services.report")
+LIGHT = ("services.core", "services.config", "services.coordinator", "services.report", "services.energy")
 
 
 def modules_under(package: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -13,7 +14,9 @@ import uuid
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from deploy.cli_train import summary_table
 from services.config.load import load_config
 from tests.deploy.tiny_run import make_model_folder
 
@@ -92,3 +95,13 @@ def test_a_terminated_run_leaves_no_process_and_a_valid_folder(tmp_path: Path) -
     assert {f.name for f in folder.iterdir()} >= LEFT_BEHIND
     assert json.loads((folder / "summary.json").read_text())["status"] == "stopped"
     assert "report: " in out
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_the_summary_tells_joules_when_they_were_measured(measured: bool) -> None:
+    energy = {"rollout": 150.0, "idle": 1230.4, "lost": 0.0}
+    found = {"energy_j": energy, "joules_per_step": 690.2} if measured else {"energy_j": None, "joules_per_step": None}
+    out = io.StringIO()
+    Console(file=out, width=100).print(summary_table({"status": "finished", **found}))
+    assert ("rollout 150, idle 1,230" in out.getvalue()) is measured
+    assert ("690.200" in out.getvalue()) is measured and "finished" in out.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import torch
 from deploy.local import run_local
 from services.core.errors import StopRequested
 from services.drafter.checkpoint import checkpoints, starting_state
+from services.report.run_folder import RunFolder
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 from tests.services.coordinator.fakes import Recorder
+from tests.services.energy.scripted import ScriptedReader
 
 torch.set_num_threads(1)
 
@@ -52,6 +55,31 @@ def test_every_part_of_a_run_works_together(model: Path, tmp_path: Path) -> None
         assert metrics.acceptance_length >= 1 and metrics.acceptance_length_frozen_offline is not None
     ((version, tensors),) = exported
     assert version == summary["drafter_version"] and all(torch.isfinite(t).all() for t in tensors.values())
+
+
+def test_a_run_on_a_gpu_leaves_its_joules_in_the_run_folder(model: Path, tmp_path: Path) -> None:
+    config = tiny_run(model, tmp_path, run={"dir": str(tmp_path / "runs"), "steps": 2, "eval_prompts": 2})
+    folder = RunFolder(config)
+    reader = ScriptedReader(time.monotonic, {"GPU-a": lambda t: 250.0 * t}, {"3": "GPU-a"})
+    run_local(config, folder, gpu="3", open_reader=lambda entries: reader)
+
+    rows = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert len(steps) == 2
+    for row in steps:
+        spans = [json.loads(line) for line in (folder.path / "spans.jsonl").read_text().splitlines()]
+        own = [s for s in spans if s["label"] == f"step {row['step']}"]
+        # All share the one GPU: from the step's begin to its record each second has its 250 J.
+        lasted = row["at_s"] - min(s["start_s"] for s in own)
+        assert sum(row["energy_j"].values()) == pytest.approx(250.0 * lasted, rel=0.05)
+        # Idle slots take nothing from the policy while it trains; one whose last micro-step is not over shares.
+        trained = 250.0 * sum(s["end_s"] - s["start_s"] for s in own if s["role"] == "policy")
+        assert trained / 3 * 0.95 < row["energy_j"]["policy"] < trained * 1.05
+        assert row["energy_j"]["rollout"] + row["energy_j"]["draining"] > 0
+    summary = json.loads((folder.path / "summary.json").read_text())
+    assert summary["energy_method"] == "counter" and summary["energy_steps"] == 2
+    assert "Joules by role" in (folder.path / "report.html").read_text()
+    assert reader.closed, "the sampling thread outlived the run"
 
 
 def test_a_run_goes_on_from_the_drafter_of_the_one_before(model: Path, tmp_path: Path) -> None:

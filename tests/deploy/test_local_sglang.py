@@ -21,7 +21,8 @@ from deploy.inprocess import (
 )
 from deploy.inputs import load_inputs
 from services.config.schema import ClusterConfig, SGLangEngine
-from services.coordinator.coordinator import Coordinator, Services
+from services.coordinator.coordinator import Coordinator
+from services.coordinator.services import Services
 from services.core.protocols import Blob
 from services.drafter.service import build_drafter_service
 from services.drafter.state import initial_drafter_state

@@ -1,6 +1,7 @@
 """GPU tests: `LONGTAIL_GPU_MODEL=DIR pytest -m gpu tests/gpu`, DIR made by `longtail warmup reasoner-warmup --out DIR`.
 
-Each skips with its reason where there is no GPU, no SGLang or no model. CI never sees a GPU.
+Each skips with its reason where there is no GPU, no SGLang or no model. CI never sees a GPU. A module that says
+`NEEDS_MODEL = False` takes a GPU only.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ RESULTS = Path(__file__).parent / "results"
 WORKER_LIMIT_S = float(os.environ.get("LONGTAIL_GPU_LIMIT_S", "420"))
 
 
-def _missing() -> str | None:
+def _missing(needs_model: bool) -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA device on this machine"
+    if not needs_model:
+        return None
     if find_spec("sglang") is None:
         return "SGLang is not installed: pip install '.[sglang]'"
     if not os.environ.get("LONGTAIL_GPU_MODEL"):
@@ -37,11 +40,12 @@ def _missing() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = _missing()
+    reasons = {needs_model: _missing(needs_model) for needs_model in (True, False)}
     here = str(Path(__file__).parent)
     for item in items:
         if str(item.path).startswith(here):
             item.add_marker(pytest.mark.gpu)
+            reason = reasons[getattr(getattr(item, "module", None), "NEEDS_MODEL", True)]
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
@@ -94,14 +98,22 @@ def _tail(log: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def results(model: Path) -> Iterator[dict[str, Any]]:
+def results(model: Path, save: Callable[[str, dict[str, Any]], None]) -> Iterator[dict[str, Any]]:
     """Figures of the session, written with where they come from."""
-    from deploy.provenance import provenance
-
     figures: dict[str, Any] = {}
     yield figures
     config = read_config(model / "target")
     shape = {k: config[k] for k in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
-    record = {"provenance": provenance(), "model": shape, "figures": figures}
-    out = Path(os.environ.get("OUT") or RESULTS) / "sglang_engine.json"
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    save("sglang_engine", {"model": shape, "figures": figures})
+
+
+@pytest.fixture(scope="session")
+def save() -> Callable[[str, dict[str, Any]], None]:
+    """Writes a record, with where it comes from, to the results folder or to $OUT."""
+    from deploy.provenance import provenance
+
+    def write(name: str, record: dict[str, Any]) -> None:
+        out = Path(os.environ.get("OUT") or RESULTS) / f"{name}.json"
+        out.write_text(json.dumps({"provenance": provenance(), **record}, indent=1) + "\n")
+
+    return write

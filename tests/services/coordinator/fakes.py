@@ -18,8 +18,9 @@ from deploy.inprocess import (
     LocalService,
 )
 from services.config.schema import ClusterConfig
-from services.coordinator.coordinator import Coordinator, Inputs, Services
+from services.coordinator.coordinator import Coordinator
 from services.coordinator.resume import RunMemory
+from services.coordinator.services import Inputs, Services
 from services.core.errors import StaleEpochError
 from services.core.protocols import Blob
 from services.core.types import (

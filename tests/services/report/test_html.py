@@ -245,3 +245,25 @@ def test_a_long_run_stays_small_and_quick(folder: RunFolder, metrics: StepMetric
     folder.finish({})
     page_of(folder.path / "report.html")
     assert (folder.path / "report.html").stat().st_size < 3_000_000
+
+
+def test_energy_is_shown_when_it_was_measured_and_only_then(folder: RunFolder, metrics: StepMetrics) -> None:
+    folder.step(replace(metrics, energy_j={"rollout": 3000.0, "idle": 1000.0, "lost": 0.0}))
+    folder.step(replace(metrics, step=2, energy_j=None))
+    folder.finish({"energy_method": "power"})
+    text = page_of(folder.path / "report.html").text
+    assert "rollout 3 000 3 000 75.0 %" in text and "all 4 000 4 000" in text
+    assert "1 of 2 steps were measured, by samples of the GPUs' power, integrated." in text
+
+
+def test_without_energy_there_is_no_section_about_it(folder: RunFolder, metrics: StepMetrics) -> None:
+    folder.step(metrics)
+    folder.finish({})
+    assert "oules" not in page_of(folder.path / "report.html").text
+
+
+@pytest.mark.parametrize("energy", [{}, {"idle": 0.0}, {"idle": math.nan, "<b>": 5.0}])
+def test_odd_energy_keeps_the_page_whole(folder: RunFolder, metrics: StepMetrics, energy: dict[str, float]) -> None:
+    folder.step(replace(metrics, energy_j=energy))
+    folder.finish({})
+    assert "Joules by role" in page_of(folder.path / "report.html").text
