@@ -174,6 +174,7 @@ def bench_spot(
     settings: Overrides = None,
     repeats: Repeats = 5,
     seeds: Annotated[int, typer.Option(help="Runs that move the policy; 0 leaves the acceptance out.", min=0)] = 3,
+    timeline: Annotated[Path | None, typer.Option(help="Draw the slots' roles into this SVG.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Drafter training in idle slots: how much of the idle time it uses, what it costs rollout, how fast it yields."""
@@ -181,7 +182,7 @@ def bench_spot(
         resolved = config_of(config, settings or [])
         from deploy.bench_spot import run_bench
 
-        _end(run_bench(resolved, repeats, seeds), as_json)
+        _end(run_bench(resolved, repeats, seeds, timeline), as_json)
 
 
 @bench_app.command("packing")

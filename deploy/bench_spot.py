@@ -4,8 +4,8 @@ Timing: the same rollouts (same prompts and seeds, policy and drafter fixed) wit
 in turns, the first pair dropped. `idle_used_share` is trainers' own busy time over all slot seconds without rollout
 work from the first token until the last trainer has yielded, so waiting between calls, joining, handing in and merging
 count as unused. Preemption: from asking a slot to leave until its lease is free, at the end of rollouts and at random
-moments in the middle of them. Acceptance: runs whose policy moves, then the live, the first and an untrained drafter
-on the last step's rollouts, which none of them was trained on.
+moments in the middle of them. Joules, where GPUs have a counter, of one such phase by role. Acceptance: runs whose
+policy moves, then the live, the first and an untrained drafter on the last step's rollouts, which none was trained on.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
 import ray
 import torch
 
+from actors.clients import RayEnergyClient
 from actors.coordinator import ray_services
-from deploy.cluster import actors, ray_session
+from deploy.cluster import actors, ray_session, start_energy
 from deploy.inputs import load_inputs
 from deploy.provenance import provenance
 from services.config.schema import ClusterConfig
@@ -32,12 +34,13 @@ from services.coordinator.stats import quantile
 from services.coordinator.work import make_work, prompts_of_step
 from services.core.errors import ConfigError
 from services.core.protocols import Blob
-from services.core.types import ProgressView, SlotState, TrainBatch
+from services.core.types import ProgressView, SlotSpan, SlotState, TrainBatch
 from services.drafter.state import DrafterState, fresh_state
 from services.models.drafter import Drafter
 from services.models.files import model_dir, read_config
 from services.models.layers import model_spec
 from services.models.methods import drafter_method
+from services.report.timeline import draw_timeline
 
 DRILLS = 4  # rollout phases with preemptions at random moments
 DRILL_PAUSE_S = 0.4
@@ -46,12 +49,16 @@ T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  
 
 @dataclass
 class _Quiet:
-    """A RunObserver that listens to progress only."""
+    """A RunObserver that listens to progress and keeps the spans."""
 
     drill: Any = None
+    spans: list[SlotSpan] = field(default_factory=list)
 
     def __getattr__(self, method: str) -> Any:
         return lambda *args: None
+
+    def span(self, span: SlotSpan) -> None:
+        self.spans.append(span)
 
     def progress(self, view: ProgressView) -> None:
         if self.drill is not None:
@@ -64,7 +71,8 @@ class _Phase:
     idle_s: float
     drafting_s: float
     busy_s: float
-    micro_steps: list[float] = field(default_factory=list)
+    micro_steps: list[float]
+    joules: dict[str, float] | None
 
 
 class _Bench(Coordinator):
@@ -88,7 +96,9 @@ class _Bench(Coordinator):
         prompts = prompts_of_step(self._inputs.train, 1, rollout.prompts_per_step, run.seed)
         works = make_work(prompts, "spot", rollout.group_size, self._inputs.sampling, run.seed)
         self._drafting.progress = []
+        self._timeline.enter(f"{drafters} slots may train")
         self._timeline.open_window()
+        self._metering.begin()
         started = self._clock()
         for _ in self._phase.generate(works, drafters):
             pass
@@ -98,8 +108,11 @@ class _Bench(Coordinator):
         done = self._drafting.progress
         return _Phase(
             seconds, slots.get(SlotState.IDLE, 0.0), slots.get(SlotState.DRAFTING, 0.0), sum(p.busy_s for p in done),
-            [p.busy_s / p.micro_steps for p in done],
+            [p.busy_s / p.micro_steps for p in done], self._metering.end(self._timeline.open_spans()),
         )  # fmt: skip
+
+    def close_spans(self) -> None:
+        self._timeline.close()
 
     def preempt_one(self, rng: random.Random) -> None:
         if self._drafting.slots:
@@ -119,11 +132,12 @@ class _Bench(Coordinator):
         return {e.drafter: e.acceptance_length for e in answer}
 
 
-def run_bench(config: ClusterConfig, repeats: int, seeds: int) -> dict[str, Any]:
+def run_bench(config: ClusterConfig, repeats: int, seeds: int, picture: Path | None) -> dict[str, Any]:
+    """`picture`: an SVG of the slots' roles in the last pair of phases goes there."""
     if all(s.drafter != "eagle" for s in config.speculation.strategies):
         raise ConfigError("bench spot trains a drafter: choose a strategy with drafter 'eagle'")
     with ray_session(config):
-        timing = _timing(config, repeats)
+        timing = _timing(config, repeats, picture)
         print(json.dumps(timing), flush=True)
         found = []
         for seed in range(seeds):
@@ -140,19 +154,26 @@ def run_bench(config: ClusterConfig, repeats: int, seeds: int) -> dict[str, Any]
 def _bench(config: ClusterConfig, observer: _Quiet) -> Iterator[_Bench]:
     inputs = load_inputs(config)
     with actors(config, inputs) as handles:
-        yield _Bench(config, inputs, ray_services(config, handles), observer, time.monotonic)
+        bench = _Bench(config, inputs, ray_services(config, handles), observer, time.monotonic)
+        meters = start_energy(handles, config.coordinator.start_timeout_s)
+        bench.measure_energy([RayEnergyClient(name, handle) for name, handle in meters.handles.items()], meters.users)
+        yield bench
 
 
-def _timing(config: ClusterConfig, repeats: int) -> dict[str, Any]:
+def _timing(config: ClusterConfig, repeats: int, picture: Path | None) -> dict[str, Any]:
     observer, slots = _Quiet(), config.rollout.num_servers
     with _bench(config, observer) as bench:
         bench.prepare()
         phases: dict[int, list[_Phase]] = {0: [], slots: []}
         for repeat in range(repeats + 1):
+            observer.spans.clear()
             for drafters in (0, slots) if repeat % 2 else (slots, 0):
                 phase = bench.measure(drafters)
                 if repeat:  # the first pair warms up
                     phases[drafters].append(phase)
+        if picture is not None:
+            bench.close_spans()
+            picture.write_text(draw_timeline([s for s in observer.spans if s.label]), encoding="utf-8")
         _drill(bench, observer, config)
         preempted = [1000 * s for s in bench.preempted_s]
     off, on = phases[0], phases[slots]
@@ -167,12 +188,21 @@ def _timing(config: ClusterConfig, repeats: int) -> dict[str, Any]:
         "rollout_s_with": round(median(p.seconds for p in on), 3),
         "rollout_time_ratio": round(median(ratios), 4),
         "ratios": [round(r, 3) for r in ratios],
+        "joules_without": _joules(off),
+        "joules_with": _joules(on),
         "micro_step_ms": round(median(micro_steps), 1),
         "micro_step_p99_ms": round(quantile(micro_steps, 0.99), 1),
         "preemptions": len(preempted),
         "preempt_p50_ms": round(quantile(preempted, 0.5), 1),
         "preempt_p99_ms": round(quantile(preempted, 0.99), 1),
     }
+
+
+def _joules(phases: Sequence[_Phase]) -> dict[str, float] | None:
+    """Means by role; None where nothing counts them."""
+    known = [p.joules for p in phases if p.joules is not None]
+    roles = sorted({role for joules in known for role in joules})
+    return {role: round(mean(j.get(role, 0.0) for j in known), 1) for role in roles} if known else None
 
 
 def _drill(bench: _Bench, observer: _Quiet, config: ClusterConfig) -> None:

@@ -67,7 +67,7 @@ def run_on_ray(
     watch = _Watch(observer, on_drafter, config.coordinator.max_restarts)
     try:
         with ray_session(config), actors(config, inputs) as handles:
-            meters = _start_meters(handles, config.coordinator.start_timeout_s)
+            meters = start_energy(handles, config.coordinator.start_timeout_s)
             meters.tell(handles["coordinator"])
             on_start(handles)
             return watch.follow(handles["coordinator"], partial(_replaced, config, inputs, handles, meters))
@@ -196,7 +196,7 @@ def _start_coordinator(config: ClusterConfig, inputs: Inputs, handles: Handles, 
     return made.remote(config, inputs, others, takeover)
 
 
-def _replaced(config: ClusterConfig, inputs: Inputs, handles: Handles, meters: _Meters, takeover: Takeover) -> Any:
+def _replaced(config: ClusterConfig, inputs: Inputs, handles: Handles, meters: EnergyMeters, takeover: Takeover) -> Any:
     handles["coordinator"] = coordinator = _start_coordinator(config, inputs, handles, takeover)
     _await_all({"coordinator": coordinator}, config.coordinator.start_timeout_s)
     meters.tell(coordinator)
@@ -230,7 +230,7 @@ def _await_all(handles: Handles, timeout_s: float) -> None:
 
 
 @dataclass(frozen=True)
-class _Meters:
+class EnergyMeters:
     """The energy meters by name, and who uses which GPU."""
 
     handles: Handles
@@ -242,12 +242,12 @@ class _Meters:
         RayCall(told, "coordinator", "measure_energy").result(self.timeout_s)
 
 
-def _start_meters(handles: Handles, timeout_s: float) -> _Meters:
+def start_energy(handles: Handles, timeout_s: float) -> EnergyMeters:
     """They end with the other actors in `handles`."""
     meters, users = plan_meters(seats(handles, timeout_s))
     started = start_meters(meters)
     handles.update(started)
-    return _Meters(started, users, timeout_s)
+    return EnergyMeters(started, users, timeout_s)
 
 
 def _cause(error: Exception) -> str:

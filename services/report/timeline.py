@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from services.core.types import RunEvent, SlotSpan, SlotState
 from services.report.figure import Figure, table
 from services.report.records import number
 from services.report.run_data import RunData, StepTail
+from services.report.style import STYLE
 from services.report.svg import Frame, both_sizes, esc, fmt, fmt_seconds
 from services.report.trace import natural
 
@@ -54,6 +56,29 @@ def _draw_row(frame: Frame, spans: Sequence[SlotSpan], y: float, exact: bool) ->
             paths.setdefault(_cls(span.role), []).append(f"M{x:.1f} {y:.0f}h{width:.1f}v{_BAR}h-{width:.1f}z")
     for cls, parts in paths.items():
         frame.add(f'<path d="{"".join(parts)}" class="{cls}"/>')
+
+
+def draw_timeline(spans: Sequence[SlotSpan], width: int = 1160) -> str:
+    """A stand-alone SVG of spans, from the first one's start to the last one's end, with its legend."""
+    slots, row = _slots(spans), 30
+    start, end = min(s.start_s for s in spans), max(s.end_s for s in spans)
+    height = 26 + _ROW * len(slots) + 38
+    frame = Frame(width, height + row, (0.0, end - start), (0, 1), left=70, right=10, bottom=28 + row)
+    frame.add(f'<rect width="{width}" height="{height + row}" fill="#ffffff"/>')
+    shifted = [replace(s, start_s=s.start_s - start, end_s=s.end_s - start) for s in spans]
+    for i, slot in enumerate(slots):
+        y = 26 + _ROW * i + (_ROW - _BAR) / 2
+        frame.text(62, y + _BAR / 2 + 4, slot, "t strong", "end")
+        _draw_row(frame, [s for s in shifted if s.slot == slot], y, len(spans) <= _EXACT)
+    frame.x_axis("seconds", count=8)
+    used = [role for role in ROLES if role in {s.role for s in spans}]
+    for i, role in enumerate(used):
+        frame.rect(70 + 110 * i, height + 6, 12, 12, _cls(role))
+        frame.text(88 + 110 * i, height + 16, role)
+    svg = frame.render("Roles of every slot")
+    return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
+        ">", f"><style>{STYLE}</style>", 1
+    )
 
 
 def _draw_events(frame: Frame, events: Sequence[RunEvent]) -> None:
