@@ -89,6 +89,11 @@ def read_drafter(folder: Path, method: DrafterMethod) -> dict[str, Tensor]:
     for name in method.engine_zeros().keys() & tensors.keys():
         if bool(tensors.pop(name).any()):
             raise DataError(f"{folder}: {name} is not zero, but drafters here have none: train the drafter without it")
+    if mapped := sorted({"d2t", "t2d"} & tensors.keys()):
+        raise DataError(
+            f"{folder} maps a reduced vocabulary to the target's ({', '.join(mapped)}), which drafters here do not have: "
+            "use a drafter of the whole vocabulary"
+        )
     check_tensors(tensors, method.names(), "drafter")
     return tensors
 

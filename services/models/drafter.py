@@ -130,6 +130,12 @@ class DrafterMethod(ABC):
         for key, have in (("hidden_size", self.target.hidden_size), ("vocab_size", self.target.vocab_size)):
             if config.get(key) != have:
                 yield f"has {key} {config.get(key)}, the target has {have}: use the drafter made for this target"
+        reduced = config.get("draft_vocab_size")
+        if reduced not in (None, self.target.vocab_size):
+            yield (
+                f"has draft_vocab_size {reduced}, the target has {self.target.vocab_size} tokens: the columns of a "
+                "reduced head mean other tokens; use a drafter of the whole vocabulary"
+            )
 
 
 class Drafter(nn.Module):

@@ -141,8 +141,3 @@ class Eagle3(DrafterMethod):
                 f"reads target layers {found}, but this run gives it {list(self.layers)}: set drafter.aux_layers to "
                 "those it was trained on, or use another drafter"
             )
-        if config.get("draft_vocab_size") not in (None, self.target.vocab_size):
-            yield (
-                f"has draft_vocab_size {config['draft_vocab_size']}, the target has {self.target.vocab_size} tokens: "
-                "a drafter over part of the vocabulary is not supported, use one with draft_vocab_size null"
-            )

@@ -161,6 +161,28 @@ def test_fresh_state_copies(make_method, make_drafter) -> None:
     assert state["tensors"]["fc.weight"].abs().sum() > 0
 
 
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_a_drafter_of_a_reduced_vocabulary_is_refused(model_folder, make_config, name) -> None:
+    """Trained on, or exported, its head's columns would mean other tokens (rows 26 and 27). Ours have every token, so
+    there is no mapping to lose, and none is written."""
+    folder = model_folder("qwen3", True, name)
+    config = make_config(folder, method=name)
+    file = folder / "drafter" / "model.safetensors"
+    tensors = load_file(file)
+    assert not {"d2t", "t2d"} & tensors.keys()
+    vocab = read_config(folder)["vocab_size"]
+    assert read_config(folder / "drafter").get("draft_vocab_size") in (None, vocab)
+    for mapping in ({"d2t": torch.zeros(vocab, dtype=torch.int64)}, {"t2d": torch.ones(vocab, dtype=torch.bool)}):
+        save_file(tensors | mapping, file)
+        with pytest.raises(DataError, match=r"reduced vocabulary.*whole vocabulary"):
+            initial_drafter_state(config)
+    save_file(tensors, file)
+    place = folder / "drafter" / "config.json"
+    place.write_text(json.dumps(read_config(folder / "drafter") | {"draft_vocab_size": vocab // 2}))
+    with pytest.raises(DataError, match="columns of a reduced head mean other tokens"):
+        initial_drafter_state(config)
+
+
 def made_up(seed: int, total_steps: int, updates: int) -> DrafterState:
     rng = torch.Generator().manual_seed(seed)
     draw = lambda: {"a": torch.randn(3, 2, generator=rng), "b": torch.randn(4, generator=rng)}  # noqa: E731
