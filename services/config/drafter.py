@@ -20,6 +20,11 @@ class DrafterConfig(Section):
     states: Literal["policy", "engine"] = "policy"
     learning_rate: float = Field(3e-4, gt=0)
     grad_clip: float = Field(0.5, gt=0)
+    # What training minimises: cross-entropy with the target's distribution, or of the share of accepted drafts alpha
+    # (at the run's temperature) 1 - alpha or -log alpha.
+    loss: Literal["cross_entropy", "total_variation", "acceptance_likelihood"] = "cross_entropy"
+    # Of cross-entropy, added to a loss about acceptance: alone these are slow from a drafter that knows nothing yet.
+    acceptance_ce_weight: float = Field(0.1, ge=0)
     feature_weight: float = Field(0.2, ge=0)  # smooth-L1 on hidden states; EAGLE-3 matches distributions only
     unroll: int = Field(4, ge=1)  # draft depths trained on, each fed with the one before
     unroll_decay: float = Field(0.8, gt=0, le=1)

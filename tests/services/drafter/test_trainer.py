@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from services.config.drafter import DrafterConfig
 from services.core.errors import BatchError, WeightError
 from services.drafter.head import TargetHead, read_target_head
+from services.drafter.objectives import OBJECTIVES
 from services.drafter.state import fresh_state
 from services.drafter.trainer import DrafterTrainer, train_drafter
 from services.models.capture import target_states
@@ -18,6 +19,7 @@ from services.models.hidden import HiddenStates
 from services.models.layers import model_spec
 
 METHODS = pytest.mark.parametrize("name", ["eagle", "eagle3"])
+EVERY_LOSS = pytest.mark.parametrize("loss", OBJECTIVES)
 
 
 def start(trainer: DrafterTrainer, make_drafter) -> DrafterTrainer:
@@ -42,9 +44,10 @@ def learnable(make_head, name: str, count: int = 12) -> list[HiddenStates]:
     return found
 
 
+@EVERY_LOSS
 @METHODS
-def test_training_raises_acceptance_at_every_depth(make_trainer, make_drafter, make_head, name) -> None:
-    trainer = start(make_trainer(learning_rate=3e-3, unroll=3, method=name), make_drafter)
+def test_training_raises_acceptance_at_every_depth(make_trainer, make_drafter, make_head, name, loss) -> None:
+    trainer = start(make_trainer(learning_rate=3e-3, unroll=3, method=name, loss=loss), make_drafter)
     states = learnable(make_head, name)
     before = trainer.estimate("before", trainer.state()["tensors"], states)
     steps = list(train_drafter([states] * 60, trainer))
@@ -209,10 +212,11 @@ def test_a_state_of_the_other_method_is_refused(make_trainer, make_drafter) -> N
         trainer.load_state(start(make_trainer(method="eagle3"), make_drafter).state())
 
 
+@EVERY_LOSS
 @METHODS
-def test_policy_gradient_is_zero_through_a_live_model(make_trainer, make_drafter, make_states, name) -> None:
+def test_policy_gradient_is_zero_through_a_live_model(make_trainer, make_drafter, make_states, name, loss) -> None:
     """Row 29, the whole kind: hidden states that still hang on the policy's graph, a head that is a live parameter."""
-    trainer, (state,) = start(make_trainer(method=name), make_drafter), make_states((3, 9))
+    trainer, (state,) = start(make_trainer(method=name, loss=loss), make_drafter), make_states((3, 9))
     policy = torch.nn.Linear(32, 32)
     head = TargetHead(torch.nn.Parameter(trainer.head.embed), torch.nn.Parameter(trainer.head.head), 0)
     trainer.load_head(head)
