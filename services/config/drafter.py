@@ -30,6 +30,13 @@ class DrafterConfig(Section):
     unroll_decay: float = Field(0.8, gt=0, le=1)
     pack_tokens: int = Field(1024, ge=64)
     buffer_bytes: int = Field(256 * 2**20, ge=2**16)
+    # Hidden states more than this many policy versions behind the newest are dropped: each version moves the target a
+    # little, and what an old one taught is wrong by now. Several are kept, because long responses are rare in each.
+    max_staleness: int = Field(8, ge=0)
+    # What memory does not hold goes to files under this folder (of each machine its own, best a local disk), up to
+    # `spill_bytes` per slot; none: it is dropped.
+    spill_dir: SharedFolder | None = None
+    spill_bytes: int = Field(4 * 2**30, ge=2**16)
     micro_step_budget_s: float = Field(0.1, gt=0)
     threads: int = Field(1, ge=1)
     # Its training state is kept here, a folder that every slot sees, and a run that finds one there goes on from it.
