@@ -170,9 +170,11 @@ class HiddenStateBuffer:
     def sample(self, num_tokens: int, rng: random.Random) -> list[HiddenStates]:
         """About `num_tokens` tokens of distinct sequences, every sequence equally likely.
 
-        Systematic sampling over the sequences sorted by length: one draw per stratum, so each micro-step sees short
-        and long responses in the proportion of the buffer instead of missing the long tail by chance. A sequence whose
-        file is damaged is dropped, counted, and missing from the sample.
+        Systematic sampling over the sequences sorted by length, one draw per stratum. A sequence holds all positions up
+        to its length, so this stratifies by position as well: of the picked sequences, those that reach a position are
+        the buffer's share of them to within one, at every position. Late positions are neither missed by chance nor
+        drawn more often than they occur: the README has what other weights did. A sequence whose file is damaged is
+        dropped, counted, and missing from the sample.
         """
         count = len(self._items)
         if not count:
