@@ -191,3 +191,21 @@ def test_cross_entropy_compares_at_temperature_one_whatever_the_runs(make_states
     predicted, counts = [torch.randn(1, 7, 32)], supervised_counts([rows], 1)
     cold, hot = (drafter_loss(predicted, rows, head, counts, terms(temperature=t)) for t in (0.3, 1.0))
     assert cold.loss == hot.loss and cold.overlap != hot.overlap
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+@pytest.mark.parametrize("loss", ["total_variation", "acceptance_likelihood"])
+def test_cross_entropy_mixes_into_losses_about_acceptance_only(make_states, make_head, loss, temperature) -> None:
+    states, head = make_states((5, 3), (2, 6)), make_head().head
+    rows = pack_states(states, 64, CPU)[0]
+    predicted = [torch.randn(rows.target_hidden.shape, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+    counts = supervised_counts([rows], 2)
+
+    def value(name: str, ce_weight: float) -> float:
+        chosen = LossTerms(name, 0.2, 0.8, temperature, ce_weight)
+        return drafter_loss(predicted, rows, head, counts, chosen).loss.item()
+
+    features = value("cross_entropy", 0.0) - drafter_loss(predicted, rows, head, counts, terms()).loss.item()
+    mixed = value(loss, 0.0) + 0.3 * (value("cross_entropy", 0.0) - features)
+    assert value(loss, 0.3) == pytest.approx(mixed, rel=1e-5)
+    assert value("cross_entropy", 0.3) == value("cross_entropy", 0.0)
