@@ -3,8 +3,8 @@
 All ways learn from the rollouts of a run's first step and take turns of TURN_S seconds, so that whatever else the
 machine does meets all of them alike; on a CPU the seconds are the process's own, which a shared machine stretches less.
 The figures come from the second step's rollouts: the expected acceptance length, and what the native engine accepts of
-drafts sampled from each drafter on held-out problems. `untrained` starts at random weights, `served` at the drafter that
-ships with the model.
+drafts sampled from each drafter on held-out problems. `untrained` starts at random weights, `served` at the drafter
+that ships with the model.
 """
 
 from __future__ import annotations

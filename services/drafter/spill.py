@@ -1,7 +1,7 @@
 """Hidden states on disk, for a drafter buffer that memory cannot hold: one safetensors file per sequence.
 
-    ROOT/buffer-XXXXXXXX/lock          locked (flock) for as long as the process that made the folder lives
-    ROOT/buffer-XXXXXXXX/00000042      sequence 42
+    ROOT/longtail-buffer-XXXXXXXX/lock        locked (flock) for as long as the process that made the folder lives
+    ROOT/longtail-buffer-XXXXXXXX/00000042    sequence 42
 
 Only its own process reads a folder, so checksums stay in memory. A process that was killed leaves its folder behind;
 the next one to open ROOT removes every folder whose lock is free. Locks, not process ids: ids come again, and ROOT may
@@ -10,6 +10,7 @@ be seen from several containers.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -25,7 +26,7 @@ from safetensors.torch import load, save
 from services.core.errors import DataError
 from services.models.hidden import HiddenStates
 
-PREFIX, LOCK = "buffer-", "lock"
+PREFIX, LOCK = "longtail-buffer-", "lock"
 ATTEMPTS = 5
 
 
@@ -108,13 +109,17 @@ def encode(states: HiddenStates) -> bytes:
 
 
 def remove_abandoned(root: Path) -> list[Path]:
-    """Folders whose process is dead, now removed. Those of living ones are left alone."""
+    """Folders whose process is dead, now removed. Those of living ones are left alone, and so is what is not ours."""
     removed = []
     for folder in sorted(root.glob(f"{PREFIX}*")):
         try:
-            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # somebody else was faster, or it is no folder of ours
+            lock = os.open(folder / LOCK, os.O_RDWR)
+        except FileNotFoundError:  # its process died before it had a lock, or another one cleans: empty, or not ours
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            continue
+        except OSError:
+            continue  # a file, or another user's
         if _locked(lock):
             _remove(folder, lock)
             removed.append(folder)

@@ -75,10 +75,14 @@ def test_a_forgotten_folder_goes_with_its_object(tmp_path: Path) -> None:
 
 
 def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "buffer-notes").write_text("mine")
+    (tmp_path / "longtail-buffer-notes").write_text("mine")
+    (tmp_path / "longtail-buffer-mine").mkdir()
+    (tmp_path / "longtail-buffer-mine" / "notes").write_text("mine")
     (tmp_path / "models").mkdir()
+    (tmp_path / "longtail-buffer-0").mkdir()  # of one that died before it had a lock
     SpillFolder(tmp_path, 1000).close()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["buffer-notes", "models"]
+    left = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*"))
+    assert left == ["longtail-buffer-mine", "longtail-buffer-mine/notes", "longtail-buffer-notes", "models"]
 
 
 def test_a_place_that_is_no_folder_is_an_error_with_a_remedy(tmp_path: Path) -> None:
