@@ -215,6 +215,21 @@ def bench_checkpoint(
         _end(run_bench(resolved, repeats), as_json)
 
 
+@bench_app.command("losses")
+def bench_losses(
+    config: Annotated[str, typer.Option(help="Whose model, prompts and drafter to measure.")] = "pocket-demo",
+    settings: Overrides = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Training time of each way from each start.")] = 6.0,
+    as_json: AsJson = False,
+) -> None:
+    """Acceptance that each drafter loss reaches in the same time on the same hidden states."""
+    with errors_told():
+        resolved = config_of(config, settings or [])
+        from deploy.bench_losses import run_bench
+
+        _end(run_bench(resolved, seconds), as_json)
+
+
 @config_app.command("show")
 def config_show(config: Config, settings: Settings = None) -> None:
     """Print the resolved configuration, every default written out."""

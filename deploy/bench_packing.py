@@ -15,27 +15,15 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from deploy.inputs import load_inputs
+from deploy.bench_states import drafter_trainer, states_of, step_rollouts
 from deploy.provenance import provenance
-from deploy.warmup_rollouts import collect_states
 from services.config.schema import ClusterConfig
-from services.coordinator.work import make_work, prompts_of_step
-from services.core.types import Rollout
-from services.drafter.head import read_target_head
 from services.drafter.packing import DraftRows, lay_rows
-from services.drafter.state import initial_drafter_state
 from services.drafter.trainer import DrafterTrainer
-from services.models.device import pick_device
-from services.models.files import model_dir, read_config, read_tensors
 from services.models.hidden import HiddenStates, align
-from services.models.layers import model_spec
 from services.models.packing import RowPlan, plan_rows
-from services.rollout.service import build_rollout_service
-from services.speculation.strategy import OFF
 
-EPOCH = 1
 BUDGETS = (512, 1024, 2048, 4096)
 
 
@@ -64,9 +52,9 @@ WAYS: dict[str, Callable[[Sequence[int], int], list[RowPlan]]] = {"packed": plan
 def run_bench(config: ClusterConfig, repeats: int) -> dict[str, Any]:
     """Prints a line per batch size; `ratio` is that of the largest, where padding meets the most lengths."""
     torch.set_num_threads(config.drafter.threads)
-    states = _states(config)
+    states = states_of(config, step_rollouts(config))
     random.Random(config.run.seed).shuffle(states)  # as they came: not by length
-    trainer = _trainer(config)
+    trainer = drafter_trainer(config)
     cells = []
     for budget in BUDGETS:
         cells.append(_cell(trainer, states, budget, repeats))
@@ -112,35 +100,3 @@ def _rate(trainer: DrafterTrainer, batches: Sequence[DraftRows]) -> float:
     for batch in batches:
         trainer.train_rows([batch])
     return sum(b.num_tokens for b in batches) / (time.perf_counter() - started)
-
-
-def _trainer(config: ClusterConfig) -> DrafterTrainer:
-    folder, device = model_dir(config.model.path), pick_device(config.model.device)
-    spec = model_spec(read_config(folder))
-    trainer = DrafterTrainer(spec, config.drafter, config.rollout.sampling.temperature, device)
-    trainer.load_head(read_target_head(folder, spec, device))
-    trainer.load_state(initial_drafter_state(config))
-    return trainer
-
-
-def _states(config: ClusterConfig) -> list[HiddenStates]:
-    """Of the first step's rollouts, by the target's own forward pass."""
-    rollouts, folder = _rollouts(config), model_dir(config.model.path)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    model = model.to(pick_device(config.model.device)).eval()
-    return collect_states(model, rollouts, (), config.policy.micro_batch_tokens)
-
-
-def _rollouts(config: ClusterConfig) -> list[Rollout]:
-    inputs, rollout = load_inputs(config), config.rollout
-    prompts = prompts_of_step(inputs.train, 1, rollout.prompts_per_step, config.run.seed)
-    service = build_rollout_service(config, 0)
-    service.open_epoch(EPOCH)
-    tensors = read_tensors(model_dir(config.model.path))
-    service.load_policy(0, tensors, EPOCH)
-    service.set_strategy(OFF.name, EPOCH)
-    service.submit(make_work(prompts, "step00001", rollout.group_size, inputs.sampling, config.run.seed), EPOCH)
-    found: list[Rollout] = []
-    while len(found) < len(prompts) * rollout.group_size:
-        found.extend(service.advance(rollout.advance_budget_s, EPOCH).finished)
-    return found

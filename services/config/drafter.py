@@ -33,11 +33,23 @@ class DrafterConfig(Section):
     states: Literal["policy", "engine"] = "policy"
     learning_rate: float = Field(3e-4, gt=0)
     grad_clip: float = Field(0.5, gt=0)
+    # What training minimises: cross-entropy with the target's distribution, or of the share of accepted drafts alpha
+    # (at the run's temperature) 1 - alpha or -log alpha. Total variation is what `longtail bench losses` found best.
+    loss: Literal["cross_entropy", "total_variation", "acceptance_likelihood"] = "total_variation"
+    # Of cross-entropy, added to a loss about acceptance: 1 - alpha hardly pulls where the drafter knows nothing yet.
+    acceptance_ce_weight: float = Field(0.1, ge=0)
     feature_weight: float = Field(0.2, ge=0)  # smooth-L1 on hidden states; EAGLE-3 matches distributions only
     unroll: int = Field(4, ge=1)  # draft depths trained on, each fed with the one before
     unroll_decay: float = Field(0.8, gt=0, le=1)
     pack_tokens: int = Field(1024, ge=64)
     buffer_bytes: int = Field(256 * 2**20, ge=2**16)
+    # Hidden states more than this many policy versions behind the newest are dropped: each version moves the target a
+    # little, and what an old one taught is wrong by now. Several are kept, because long responses are rare in each.
+    max_staleness: int = Field(8, ge=0)
+    # What memory does not hold goes to files under this folder (of each machine its own, best a local disk), up to
+    # `spill_bytes` per slot; none: it is dropped.
+    spill_dir: SharedFolder | None = None
+    spill_bytes: int = Field(4 * 2**30, ge=2**16)
     micro_step_budget_s: float = Field(0.5, gt=0)  # one call of a trainer; a slot that is wanted cuts it short
     round_s: float = Field(2.0, gt=0)  # the slots that train are brought together about this often
     threads: int = Field(1, ge=1)

@@ -6,14 +6,28 @@ and get no gradient: only the drafter learns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.drafter.objectives import CROSS_ENTROPY, OBJECTIVES, compared_at, draft_logprobs, target_logprobs
 from services.drafter.packing import DraftRows
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """`objective`: a name of OBJECTIVES; `ce_weight` of cross-entropy is added to one about acceptance.
+    `feature_weight`: of the smooth-L1 between hidden states, 0 for a method that only matches distributions. Depth j
+    weighs decay^j. `temperature`: the run's."""
+
+    objective: str
+    feature_weight: float
+    decay: float
+    temperature: float
+    ce_weight: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -31,24 +45,18 @@ def supervised_counts(batches: Sequence[DraftRows], depths: int) -> list[int]:
 
 
 def drafter_loss(
-    predicted: Sequence[Tensor],
-    rows: DraftRows,
-    head: Tensor,
-    counts: Sequence[int],
-    feature_weight: float,
-    decay: float,
-    temperature: float,
+    predicted: Sequence[Tensor], rows: DraftRows, head: Tensor, counts: Sequence[int], terms: LossTerms
 ) -> DrafterLoss:
-    """This batch's share of the micro-step's loss: the mean over depths, weighted decay^j, of soft cross-entropy with
-    the target's distribution + feature_weight * smooth-L1 between hidden states, both averaged over supervised entries
-    (weight 0 for a method that only matches distributions).
+    """This batch's share of the micro-step's loss: the mean over depths, weighted decay^j, of the objective between the
+    target's distribution and the drafter's + feature_weight * smooth-L1 between hidden states, both averaged over
+    supervised entries.
 
     predicted: [R,W,H] per depth; head [V,H]; `counts` over all batches of the micro-step, so that the sum of the shares
-    does not depend on the packing. The loss compares at temperature 1, `overlap` at the run's `temperature`.
+    does not depend on the packing. `overlap` is at the run's temperature, whatever the objective compares at.
     """
     head = head.detach()
     target = F.linear(rows.target_hidden[rows.loss_mask], head).float()
-    target_logprobs = target.log_softmax(-1)
+    compare = _comparison(terms, target)
     total = predicted[0].new_zeros(())
     overlap = []
     for j, out in enumerate(predicted):
@@ -58,14 +66,32 @@ def drafter_loss(
             overlap.append(0.0)
             continue
         drafted = F.linear(out[mask], head).float()
-        entropy = -(target_logprobs[among].exp() * drafted.log_softmax(-1)).sum()
-        if feature_weight:
+        part = compare(among, drafted)
+        if terms.feature_weight:
             feature = F.smooth_l1_loss(out[mask], rows.target_hidden[mask], reduction="sum") / out.shape[-1]
-            entropy = entropy + feature_weight * feature
-        total = total + decay**j / counts[j] * entropy
-        overlap.append(float(_overlap(target[among], drafted.detach(), temperature).sum()))
-    scale = sum(decay**j for j, n in enumerate(counts) if n)
+            part = part + terms.feature_weight * feature
+        total = total + terms.decay**j / counts[j] * part
+        overlap.append(float(_overlap(target[among], drafted.detach(), terms.temperature).sum()))
+    scale = sum(terms.decay**j for j, n in enumerate(counts) if n)
     return DrafterLoss(total / scale if scale else total, tuple(overlap))
+
+
+def _comparison(terms: LossTerms, target: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """(which of the rows of `target` [n,V], draft logits for these) -> summed objective. What the depths share of the
+    target's side is computed once."""
+    mix = {terms.objective: 1.0}
+    if terms.ce_weight and terms.objective != CROSS_ENTROPY:
+        mix[CROSS_ENTROPY] = terms.ce_weight
+    at = {name: compared_at(name, terms.temperature) for name in mix}
+    wanted = {name: target_logprobs(target, at[name]) for name in mix}
+
+    def compare(among: Tensor, drafted: Tensor) -> Tensor:
+        total = drafted.new_zeros(())
+        for name, weight in mix.items():
+            total = total + weight * OBJECTIVES[name](wanted[name][among], draft_logprobs(drafted, at[name])).sum()
+        return total
+
+    return compare
 
 
 def expected_acceptance(predicted: Sequence[Tensor], rows: DraftRows, head: Tensor, temperature: float) -> list[Tensor]:

@@ -13,7 +13,7 @@ from services.config.schema import ClusterConfig
 from services.core.errors import BatchError, StaleEpochError, WeightError
 from services.core.protocols import Clock
 from services.core.types import AcceptanceEstimate, DrafterProgress, HiddenStateChunk
-from services.drafter.buffer import HiddenStateBuffer
+from services.drafter.buffer import HiddenStateBuffer, open_buffer
 from services.drafter.checkpoint import CheckpointWriter
 from services.drafter.head import read_target_head, target_head
 from services.drafter.packing import check_states
@@ -164,6 +164,6 @@ def build_drafter_service(config: ClusterConfig, slot: int, clock: Clock = time.
     spec, device = model_spec(read_config(folder)), pick_device(config.model.device)
     trainer = DrafterTrainer(spec, config.drafter, config.rollout.sampling.temperature, device)
     trainer.load_head(read_target_head(folder, spec, device))
-    buffer, folder = HiddenStateBuffer(config.drafter.buffer_bytes), config.drafter.checkpoint_dir
+    buffer, folder = open_buffer(config.drafter), config.drafter.checkpoint_dir
     writer = None if folder is None else CheckpointWriter(folder, trainer.method, f"slot-{slot}")
     return DrafterService(trainer, buffer, config.run.seed, slot, clock, writer)

@@ -17,7 +17,14 @@ from services.config.drafter import DrafterConfig
 from services.core.errors import WeightError
 from services.core.types import AcceptanceEstimate
 from services.drafter.head import TargetHead
-from services.drafter.loss import DrafterLoss, chain_lengths, drafter_loss, expected_acceptance, supervised_counts
+from services.drafter.loss import (
+    DrafterLoss,
+    LossTerms,
+    chain_lengths,
+    drafter_loss,
+    expected_acceptance,
+    supervised_counts,
+)
 from services.drafter.packing import DraftRows, check_states, pack_states
 from services.drafter.state import DrafterState, check_state
 from services.drafter.unroll import unroll
@@ -42,7 +49,8 @@ class MicroStep:
 
 
 class DrafterTrainer:
-    """Holds drafter, optimizer and the target's head. `temperature` is the run's: it only enters the acceptance."""
+    """Holds drafter, optimizer and the target's head. `temperature` is the run's: it enters the acceptance
+    and the losses about acceptance."""
 
     def __init__(self, spec: ModelSpec, config: DrafterConfig, temperature: float, device: torch.device) -> None:
         self.spec = spec
@@ -56,6 +64,8 @@ class DrafterTrainer:
         self._optimizer = self._new_optimizer()
         self._head: TargetHead | None = None
         self._rope = RopeTable(self.method.spec, 0, device, torch.float32)
+        weight = config.feature_weight if self.method.matches_features else 0.0
+        self._terms = LossTerms(config.loss, weight, config.unroll_decay, temperature, config.acceptance_ce_weight)
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(self._drafter.parameters(), lr=self.config.learning_rate, betas=BETAS, weight_decay=0)
@@ -105,11 +115,10 @@ class DrafterTrainer:
             self._rope = RopeTable(self.method.spec, 2 * length, self.device, torch.float32)
 
     def _loss(self, rows: DraftRows, counts: Sequence[int]) -> DrafterLoss:
-        config, head = self.config, self.head
+        head = self.head
         self._grow_rope(rows.layout.segments.shape[1])
-        predicted = unroll(self._drafter, rows, head.embed, self._rope, config.unroll)
-        feature_weight = config.feature_weight if self.method.matches_features else 0.0
-        return drafter_loss(predicted, rows, head.head, counts, feature_weight, config.unroll_decay, self.temperature)
+        predicted = unroll(self._drafter, rows, head.embed, self._rope, self.config.unroll)
+        return drafter_loss(predicted, rows, head.head, counts, self._terms)
 
     @torch.no_grad()
     def estimate(self, name: str, tensors: dict[str, Tensor], states: Sequence[HiddenStates]) -> AcceptanceEstimate:
