@@ -159,6 +159,9 @@ class LocalRolloutClient(_Client):
     def submit(self, work: Sequence[GroupWork], epoch: int) -> LocalCall:
         return self._control("submit", work, epoch)
 
+    def withdraw(self, rollout_ids: Sequence[str], epoch: int) -> LocalCall:
+        return self._control("withdraw", rollout_ids, epoch)
+
     def advance(self, budget_s: float, epoch: int) -> LocalCall:
         return self._control("advance", budget_s, epoch)
 
