@@ -1,7 +1,8 @@
 """One rollout phase: prompt groups go to servers, finished groups come out, idle slots train the drafter.
 
 Each ready server with work has exactly one `advance` outstanding, of about `advance_budget_s`. Whenever any call is
-answered the phase looks again: give out queued work, release slots that have none, start or stop drafting.
+answered the phase looks again: give out queued work, release slots that have none, start or stop drafting, move the
+last rollouts of a server to another one when the drafter wants its slot.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from services.coordinator.leases import LeaseBook
 from services.coordinator.ledger import FinishedGroup, Ledger
 from services.coordinator.progress import ProgressBoard
 from services.coordinator.scheduler import SlotView
+from services.coordinator.tail_moves import TailMoves
 from services.core.protocols import Clock
 from services.core.types import GroupWork, ServerReport, SlotState
 
@@ -32,17 +34,17 @@ class RolloutPhase:
         clock: Clock,
         board: ProgressBoard,
         max_running: int,
-        advance_budget_s: float,
         call_timeout_s: float,
+        tail: TailMoves,
     ) -> None:
         self._fleet = fleet
         self._drafting = drafting
+        self._tail = tail
         self._leases = leases
         self._calls = calls
         self._clock = clock
         self._board = board
         self._max_running = max_running
-        self._budget_s = advance_budget_s
         self._timeout_s = call_timeout_s
         self._ledger = Ledger([])
         self._advancing: set[int] = set()
@@ -54,11 +56,13 @@ class RolloutPhase:
         Raises ServiceLostError when no server is left.
         """
         ledger = self._ledger = Ledger(works)
+        self._tail.begin(ledger)
         self._fleet.renew_ready()
         while not ledger.complete:
             self._fleet.require_some()
             self._give_out()
             self._draft(draft)
+            self._consolidate(draft)
             self._advance()
             self._calls.turn()
             self._fleet.expire()
@@ -113,7 +117,8 @@ class RolloutPhase:
         pending, views = self._ledger.pending, self._views()
         for slot in scheduler.slots_to_release(pending, views):
             # A server that is still opening, or whose last answer is on its way, is not idle yet.
-            if self._fleet.ready(slot) and not self._calls.outstanding(self._fleet.client(slot).name):
+            answered = not self._calls.outstanding(self._fleet.client(slot).name)
+            if self._fleet.ready(slot) and answered and not self._tail.receives(slot):
                 self._fleet.release(slot)
         if not pending:
             for view in views:
@@ -130,6 +135,15 @@ class RolloutPhase:
             if slot is not None:
                 self._drafting.start(slot)
 
+    def _consolidate(self, allowed: bool) -> None:
+        if allowed and self._drafting.has_data:
+            self._tail.consider(self._slots_wanted(), self._drafting.can_draft)
+
+    def _slots_wanted(self) -> int:
+        """How many more slots the drafter would train in. One at a time can, and takes a free one first."""
+        free = any(v.state is SlotState.IDLE and v.can_draft for v in self._views())
+        return 0 if free or self._leases.in_state(SlotState.DRAFTING) else 1
+
     # ------------------------------------------------------------------ one outstanding `advance` per server with work
 
     def _advance(self) -> None:
@@ -142,7 +156,7 @@ class RolloutPhase:
         self._advancing.add(slot)
         self._calls.post(
             client.name,
-            client.advance(self._budget_s, epoch),
+            client.advance(self._tail.budget_s(slot), epoch),
             lambda report: self._reported(slot, epoch, report),
             lambda reason: self._fleet.lose(slot, reason),
             self._timeout_s,
@@ -154,6 +168,7 @@ class RolloutPhase:
         self._fleet.check_versions(slot, report.versions)
         for rollout in report.finished:
             self._ledger.record(rollout, slot)
+        self._tail.report(slot, report)
         self._board.rollouts_done = self._ledger.recorded
         self._board.report(self._fleet.client(slot).name, report)
 
@@ -161,6 +176,7 @@ class RolloutPhase:
         self._advancing.discard(slot)
         self._board.forget(self._fleet.client(slot).name)
         self._drafting.slot_lost(slot)
+        self._tail.slot_lost(slot)
         self._ledger.lose(slot)
 
     def _change(self, slot: int, state: SlotState) -> None:

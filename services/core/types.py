@@ -151,8 +151,7 @@ class MemorySwitch:
 @dataclass(frozen=True, slots=True)
 class ServerReport:
     """Answer of a rollout server to one `advance`: what finished since the last report and what still runs.
-    `prefill_s` of `busy_s` went into computing `prefill_tokens` before their first new token, as far as the engine can
-    tell: 0 and 0.0 when it cannot."""
+    Prefills that ended since then had `prefill_tokens` and took at most `prefill_s`."""
 
     finished: tuple[Rollout, ...]
     running: tuple[RunningRequest, ...]

@@ -36,8 +36,8 @@ class RolloutEngine(Protocol):
 
     @property
     def prefilled(self) -> tuple[int, float]:
-        """Tokens that were computed before the first new one, and seconds spent on that, since the engine was made;
-        (0, 0.0) from an engine that cannot tell."""
+        """Tokens that were computed before the first new one, and at most how many seconds that took, since the engine
+        was made."""
 
     def check(self, work: GroupWork) -> None:
         """RequestError naming the limit when this engine can never serve `work`."""

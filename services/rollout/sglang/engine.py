@@ -73,6 +73,30 @@ class _Request(RequestLife):
         return (*self.earlier.rollout_logprobs, *told) if self.earlier else told
 
 
+@dataclass
+class _Prefill:
+    """SGLang does not tell how long its prefills take. It does them first: the time in which some request has no token
+    yet, polls included, is an upper bound."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    _open: int = 0
+    _since_s: float = 0.0
+
+    def begin(self, tokens: int, now_s: float) -> None:
+        if not self._open:
+            self._since_s = now_s
+        self._open += tokens
+
+    def end(self, now_s: float) -> None:
+        if self._open:
+            self.tokens, self.seconds = self.tokens + self._open, self.seconds + now_s - self._since_s
+        self._open = 0
+
+    def forget(self) -> None:
+        self._open = 0
+
+
 class SGLangEngine:
     """One rollout server's engine. `strategy` is what SGLang was started with: it holds for every round."""
 
@@ -84,6 +108,7 @@ class SGLangEngine:
         self._requests: dict[str, _Request] = {}
         self._versions = handle.served()
         self._submitted = 0
+        self._prefill = _Prefill()
         self._released = False
         self._window = 0  # counts the calls of take_states and abort
         self._finished: dict[str, Rollout] = {}  # since the last take_states, with their states
@@ -107,7 +132,7 @@ class SGLangEngine:
 
     @property
     def prefilled(self) -> tuple[int, float]:
-        return 0, 0.0  # SGLang does not tell
+        return self._prefill.tokens, self._prefill.seconds
 
     @property
     def last_strategy(self) -> DraftStrategy:
@@ -137,6 +162,8 @@ class SGLangEngine:
         """Hand all rollouts of a group to SGLang at once: its prefix cache computes their prompt once. For SGLang, what
         there is already of a response is prompt."""
         self.check(work)
+        known_tokens = sum(len(p.response_ids) for p in work.partials)
+        self._prefill.begin(len(work.prompt.token_ids) + known_tokens, self._clock())
         for index, seed in zip(work.indices, work.seeds, strict=True):
             self._submitted += 1
             # The number keeps a request that is submitted again after an abort apart from its first life; it comes
@@ -179,6 +206,7 @@ class SGLangEngine:
             self._handle.abort_all()
             self._window += 1  # the states of a prefix that a dropped request computed belong to no rollout
         self._requests.clear()
+        self._prefill.forget()
         return dropped
 
     def step(self, wait_s: float) -> list[Rollout]:
@@ -195,6 +223,8 @@ class SGLangEngine:
                 finished.append(self._finish(request, reason))
                 if request.work.keep_states:
                     self._finished[update.rid] = finished[-1]
+        if not self.num_waiting:
+            self._prefill.end(self._clock())
         return finished
 
     @staticmethod

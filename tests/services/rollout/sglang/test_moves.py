@@ -216,3 +216,20 @@ def test_states_of_a_moved_rollout_are_right_or_missing(advances: int) -> None:
             assert s.loss_mask.tolist() == [n >= 3 for n in range(len(cut))]
         if service is destination:
             assert chunk.num_missing == 0, "all of them were computed there"
+
+
+# -- how long prefills take
+
+
+def test_prefill_times_are_bounded_from_above() -> None:
+    """From the first request without a token to the last one's first token; dropped requests tell nothing."""
+    service, handle = served(OFF)
+    poll, polls = handle.poll, []
+    handle.poll = lambda wait_s: poll(wait_s) if polls.append(1) or len(polls) > 3 else []  # type: ignore[method-assign]
+    service.submit([group(PROMPT, 2, GREEDY)], EPOCH)
+    reports = [service.advance(0.0, EPOCH) for _ in range(5)]
+    assert [r.prefill_tokens for r in reports] == [0, 0, 0, len(PROMPT), 0]
+    assert reports[3].prefill_s > 0.0 == reports[0].prefill_s == reports[4].prefill_s
+    service.submit([group((5, 6), 1, GREEDY)], EPOCH)
+    service.open_epoch(EPOCH + 1)
+    assert service.advance(0.0, EPOCH + 1).prefill_tokens == 0
