@@ -88,6 +88,10 @@ class LocalService:
             self._queue.append(call)
         return call
 
+    @property
+    def queued(self) -> Sequence[LocalCall]:
+        return self._queue
+
     def execute_next(self) -> bool:
         if not self._queue:
             return False

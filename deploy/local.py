@@ -40,7 +40,7 @@ def run_local(
     """
     inputs = load_inputs(config)
     with ExitStack() as closing:
-        services = _services(config, clock, closing)
+        services = build_services(config, LocalHost(clock, time.sleep), closing)
         coordinator = Coordinator(config, inputs, services, observer, clock)
         summary = coordinator.run()
         published = coordinator.published_drafter
@@ -49,8 +49,10 @@ def run_local(
         return summary
 
 
-def _services(config: ClusterConfig, clock: Clock, closing: ExitStack) -> Services:
-    host = LocalHost(clock, time.sleep)
+def build_services(
+    config: ClusterConfig, host: LocalHost, closing: ExitStack, clock: Clock = time.monotonic
+) -> Services:
+    """Every service of a run on `host`; `clock` is theirs."""
 
     def reward() -> RewardService:
         service = build_reward_service(config)
@@ -63,9 +65,11 @@ def _services(config: ClusterConfig, clock: Clock, closing: ExitStack) -> Servic
     slots = range(config.rollout.num_servers)
     drafter_slots = slots if needs_drafter(config) else range(0)
     return Services(
-        rollout=[LocalRolloutClient(start(f"rollout-{i}", build_rollout_service, config, i)) for i in slots],
-        drafters=[LocalDrafterClient(start(f"drafter-{i}", build_drafter_service, config, i)) for i in drafter_slots],
-        policy=LocalPolicyClient(start("policy", build_policy_service, config)),
+        rollout=[LocalRolloutClient(start(f"rollout-{i}", build_rollout_service, config, i, clock)) for i in slots],
+        drafters=[
+            LocalDrafterClient(start(f"drafter-{i}", build_drafter_service, config, i, clock)) for i in drafter_slots
+        ],
+        policy=LocalPolicyClient(start("policy", build_policy_service, config, clock)),
         reward=LocalRewardClient(start("reward", reward)),
         waiter=host,
         initial_drafter=Blob(starting_state(config)) if drafter_slots else None,

@@ -134,20 +134,20 @@ class RolloutService:
             raise StaleEpochError(f"message of epoch {epoch} at a server in epoch {self._epoch}: renew the lease")
 
 
-def build_rollout_service(config: ClusterConfig, slot: int) -> RolloutService:
+def build_rollout_service(config: ClusterConfig, slot: int, clock: Clock = time.monotonic) -> RolloutService:
     """The rollout server of one slot; weights arrive by load_policy / load_drafter."""
     strategies = {s.name: s for s in (OFF, *(draft_strategy(c) for c in config.speculation.strategies))}
     engine_config = config.rollout.engine
     engine: RolloutEngine
     if isinstance(engine_config, NativeEngineConfig):
-        engine = _native_engine(config, engine_config, list(strategies.values()), slot)
+        engine = _native_engine(config, engine_config, list(strategies.values()), slot, clock)
     else:
         engine = build_sglang_engine(config, engine_config, slot)
-    return RolloutService(engine, strategies, time.monotonic)
+    return RolloutService(engine, strategies, clock)
 
 
 def _native_engine(
-    config: ClusterConfig, engine: NativeEngineConfig, strategies: Sequence[DraftStrategy], slot: int
+    config: ClusterConfig, engine: NativeEngineConfig, strategies: Sequence[DraftStrategy], slot: int, clock: Clock
 ) -> NativeEngine:
     torch.set_num_threads(engine.threads)
     needs_index = any(s.drafter == "suffix" for s in strategies)
@@ -163,4 +163,4 @@ def _native_engine(
     target = TargetModel(spec, options.max_len + options.spare_columns, device, pick_dtype(config.model.dtype))
     rng = random.Random(f"{config.run.seed}/selector/{slot}")
     tokenizer = load_tokenizer(config.model.path)
-    return NativeEngine(target, options, make_selector(config.speculation, rng), tokenizer.decode, time.monotonic)
+    return NativeEngine(target, options, make_selector(config.speculation, rng), tokenizer.decode, clock)
