@@ -120,6 +120,7 @@ class RolloutPhase:
             answered = not self._calls.outstanding(self._fleet.client(slot).name)
             if self._fleet.ready(slot) and answered and not self._tail.receives(slot):
                 self._fleet.release(slot)
+                self._board.forget(self._fleet.client(slot).name)  # what it told last may run elsewhere now
         if not pending:
             for view in views:
                 if view.outstanding and self._leases.state(view.slot) is SlotState.ROLLOUT:

@@ -57,6 +57,9 @@ def test_the_last_rollouts_go_on_elsewhere_and_the_slot_trains() -> None:
     out = Counter(w for s in moving.servers for w in s.instance.withdrawn)
     assert out == Counter(w for s in moving.servers for w in s.instance.continued), "each goes on from where it was"
     assert max(Counter(i for i, _ in out.elements()).values()) == 1, "a rollout moves once at most"
+    assert all(
+        v.rollouts_running + v.rollouts_done <= v.rollouts_total for v in moving.observer.views if v.phase == "rollout"
+    )
     free = [sum(m.drafting_s for m in w.observer.steps) for w in (moving, still)]
     assert free[0] > free[1]
 
