@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from deploy.inprocess import LocalHost
-from services.core.protocols import Pending
+from services.core.protocols import Clock, Pending
 
 
 class SideBySideHost(LocalHost):
-    def __init__(self) -> None:
+    """`work_clock` tells the time that the calls take."""
+
+    def __init__(self, work_clock: Clock = time.process_time) -> None:
         super().__init__(self.clock, self._pass)
+        self._work_clock = work_clock
         self._now = 0.0
         self._free_at: dict[str, float] = {}  # by service
         self._ends: dict[Any, float] = {}  # by call
@@ -40,10 +43,10 @@ class SideBySideHost(LocalHost):
         for service in self.services:
             while service.queued:
                 call = service.queued[0]
-                before = time.process_time()
+                before = self._work_clock()
                 service.execute_next()
                 start = max(self._now, self._free_at.get(service.name, 0.0))
-                self._free_at[service.name] = self._ends[call] = start + time.process_time() - before
+                self._free_at[service.name] = self._ends[call] = start + self._work_clock() - before
 
     def _end(self, pending: Any) -> float:
         """A call that failed at once, or whose result was used by another one, is over."""
