@@ -95,6 +95,9 @@ class RayRolloutClient(_Client):
     def submit(self, work: Sequence[GroupWork], epoch: int) -> RayCall:
         return self._control("submit", work, epoch)
 
+    def withdraw(self, rollout_ids: Sequence[str], epoch: int) -> RayCall:
+        return self._control("withdraw", rollout_ids, epoch)
+
     def advance(self, budget_s: float, epoch: int) -> RayCall:
         return self._control("advance", budget_s, epoch)
 

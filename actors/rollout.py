@@ -8,7 +8,14 @@ from typing import Any
 
 from actors.energy import GpuSeat, own_seat
 from services.config.schema import ClusterConfig
-from services.core.types import GroupWork, HiddenStateChunk, MemorySwitch, ServedVersions, ServerReport
+from services.core.types import (
+    GroupWork,
+    HiddenStateChunk,
+    MemorySwitch,
+    PartialRollout,
+    ServedVersions,
+    ServerReport,
+)
 from services.models.hidden import HiddenStates
 from services.rollout.service import build_rollout_service
 
@@ -28,6 +35,9 @@ class RolloutActor:
 
     def submit(self, work: Sequence[GroupWork], epoch: int) -> None:
         self._service.submit(work, epoch)
+
+    def withdraw(self, rollout_ids: Sequence[str], epoch: int) -> tuple[PartialRollout, ...]:
+        return self._service.withdraw(rollout_ids, epoch)
 
     def advance(self, budget_s: float, epoch: int) -> ServerReport:
         return self._service.advance(budget_s, epoch)

@@ -230,6 +230,21 @@ def bench_losses(
         _end(run_bench(resolved, seconds), as_json)
 
 
+@bench_app.command("tail")
+def bench_tail(
+    config: Annotated[str, typer.Option(help="Whose model, prompts and servers to measure.")] = "pocket-demo",
+    settings: Overrides = None,
+    repeats: Repeats = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Slot seconds freed by moving the last rollouts of a step, and what that does to the rollout time."""
+    with errors_told():
+        resolved = config_of(config, settings or [])
+        from deploy.bench_tail import run_bench
+
+        _end(run_bench(resolved, repeats), as_json)
+
+
 @config_app.command("show")
 def config_show(config: Config, settings: Settings = None) -> None:
     """Print the resolved configuration, every default written out."""

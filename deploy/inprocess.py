@@ -88,6 +88,10 @@ class LocalService:
             self._queue.append(call)
         return call
 
+    @property
+    def queued(self) -> Sequence[LocalCall]:
+        return self._queue
+
     def execute_next(self) -> bool:
         if not self._queue:
             return False
@@ -158,6 +162,9 @@ class LocalRolloutClient(_Client):
 
     def submit(self, work: Sequence[GroupWork], epoch: int) -> LocalCall:
         return self._control("submit", work, epoch)
+
+    def withdraw(self, rollout_ids: Sequence[str], epoch: int) -> LocalCall:
+        return self._control("withdraw", rollout_ids, epoch)
 
     def advance(self, budget_s: float, epoch: int) -> LocalCall:
         return self._control("advance", budget_s, epoch)

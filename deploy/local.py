@@ -53,7 +53,7 @@ def run_local(
     inputs = load_inputs(config)
     with ExitStack() as closing:
         host = LocalHost(clock, time.sleep)
-        services = _services(config, host, closing)
+        services = build_services(config, host, closing)
         coordinator = Coordinator(config, inputs, services, observer, clock)
         entry = gpu or _gpu_in_use(config)
         if entry is not None:
@@ -82,7 +82,10 @@ def _measure_energy(
     coordinator.measure_energy([client], dict.fromkeys(holders, (GpuName(client.name, entry),)))
 
 
-def _services(config: ClusterConfig, host: LocalHost, closing: ExitStack) -> Services:
+def build_services(
+    config: ClusterConfig, host: LocalHost, closing: ExitStack, clock: Clock = time.monotonic
+) -> Services:
+    """Every service of a run on `host`; `clock` is theirs."""
 
     def reward() -> RewardService:
         service = build_reward_service(config)
@@ -95,9 +98,11 @@ def _services(config: ClusterConfig, host: LocalHost, closing: ExitStack) -> Ser
     slots = range(config.rollout.num_servers)
     drafter_slots = slots if needs_drafter(config) else range(0)
     return Services(
-        rollout=[LocalRolloutClient(start(f"rollout-{i}", build_rollout_service, config, i)) for i in slots],
-        drafters=[LocalDrafterClient(start(f"drafter-{i}", build_drafter_service, config, i)) for i in drafter_slots],
-        policy=LocalPolicyClient(start("policy", build_policy_service, config)),
+        rollout=[LocalRolloutClient(start(f"rollout-{i}", build_rollout_service, config, i, clock)) for i in slots],
+        drafters=[
+            LocalDrafterClient(start(f"drafter-{i}", build_drafter_service, config, i, clock)) for i in drafter_slots
+        ],
+        policy=LocalPolicyClient(start("policy", build_policy_service, config, clock)),
         reward=LocalRewardClient(start("reward", reward)),
         waiter=host,
         initial_drafter=Blob(starting_state(config)) if drafter_slots else None,

@@ -103,6 +103,18 @@ class SGLangEngine(Section):
     engine_args: dict[str, int | float | bool | str] = Field(default_factory=dict)  # further arguments of sglang.Engine
 
 
+class ConsolidateConfig(Section):
+    """Consolidation of the tail: the last rollouts of a server go on at another one, so that its slot can train the
+    drafter. Never at the expense of the phase: `max_delay` is the part of its remaining time by which it may end later
+    (what training in idle slots may cost in all). A slot freed for less than `min_freed_s` hardly gets beyond adopting
+    the training state. `worth`: slot seconds won for each that moving costs, because both are estimates."""
+
+    enabled: bool = False
+    max_delay: float = Field(0.02, ge=0)
+    min_freed_s: float = Field(1.0, ge=0)
+    worth: float = Field(2.0, ge=1)
+
+
 class RolloutConfig(Section):
     engine: Annotated[NativeEngine | SGLangEngine, Field(discriminator="type")] = NativeEngine()
     num_servers: int = Field(2, ge=1)
@@ -110,6 +122,7 @@ class RolloutConfig(Section):
     prompts_per_step: int = Field(16, ge=1)
     sampling: RolloutSampling = RolloutSampling()
     advance_budget_s: float = Field(0.15, gt=0)
+    consolidate: ConsolidateConfig = ConsolidateConfig()
 
 
 class RewardConfig(Section):

@@ -32,6 +32,7 @@ from services.coordinator.scoring import Scoring
 from services.coordinator.services import Inputs, Services
 from services.coordinator.stats import group_stats
 from services.coordinator.summary import Summary
+from services.coordinator.tail_moves import TailMoves
 from services.coordinator.timeline import Timeline
 from services.coordinator.trainers import Trainers
 from services.coordinator.work import make_work, prompts_of_step
@@ -330,6 +331,17 @@ class Coordinator:
 
     def _make_phase(self) -> RolloutPhase:
         rollout = self._config.rollout
+        tail = TailMoves(
+            rollout.consolidate,
+            self._fleet,
+            self._leases,
+            self._calls,
+            self._clock,
+            self._tell,
+            capacity=rollout.engine.max_running,
+            advance_budget_s=rollout.advance_budget_s,
+            call_timeout_s=self._patience.call_s,
+        )
         return RolloutPhase(
             self._fleet,
             self._trainers,
@@ -339,8 +351,8 @@ class Coordinator:
             self._clock,
             self._board,
             max_running=rollout.engine.max_running,
-            advance_budget_s=rollout.advance_budget_s,
             call_timeout_s=self._patience.call_s,
+            tail=tail,
         )
 
     def _ask_policy(self, pending: Pending[T]) -> T:

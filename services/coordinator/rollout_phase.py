@@ -1,7 +1,8 @@
 """One rollout phase: prompt groups go to servers, finished groups come out, idle slots train the drafter.
 
 Each ready server with work has exactly one `advance` outstanding, of about `advance_budget_s`. Whenever any call is
-answered the phase looks again: give out queued work, release slots that have none, start or stop drafting.
+answered the phase looks again: give out queued work, release slots that have none, start or stop drafting, move the
+last rollouts of a server to another one when the drafter wants its slot.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from services.coordinator.leases import LeaseBook
 from services.coordinator.ledger import FinishedGroup, Ledger
 from services.coordinator.progress import ProgressBoard
 from services.coordinator.scheduler import SlotView
+from services.coordinator.tail_moves import TailMoves
 from services.coordinator.trainers import Trainers
 from services.core.protocols import Clock
 from services.core.types import GroupWork, ServerReport, SlotState
@@ -34,18 +36,18 @@ class RolloutPhase:
         clock: Clock,
         board: ProgressBoard,
         max_running: int,
-        advance_budget_s: float,
         call_timeout_s: float,
+        tail: TailMoves,
     ) -> None:
         self._fleet = fleet
         self._trainers = trainers
         self._drafting = drafting
+        self._tail = tail
         self._leases = leases
         self._calls = calls
         self._clock = clock
         self._board = board
         self._max_running = max_running
-        self._budget_s = advance_budget_s
         self._timeout_s = call_timeout_s
         self._ledger = Ledger([])
         self._advancing: set[int] = set()
@@ -58,11 +60,13 @@ class RolloutPhase:
         Raises ServiceLostError when no server is left.
         """
         ledger = self._ledger = Ledger(works)
+        self._tail.begin(ledger)
         self._fleet.renew_ready()
         while not ledger.complete:
             self._fleet.require_some()
             self._give_out()
             self._draft(drafters)
+            self._consolidate(drafters)
             self._advance()
             self._calls.turn()
             self._fleet.expire()
@@ -117,8 +121,10 @@ class RolloutPhase:
         pending, views = self._ledger.pending, self._views()
         for slot in scheduler.slots_to_release(pending, views):
             # A server that is still opening, or whose last answer is on its way, is not idle yet.
-            if self._fleet.ready(slot) and not self._calls.outstanding(self._fleet.client(slot).name):
+            answered = not self._calls.outstanding(self._fleet.client(slot).name)
+            if self._fleet.ready(slot) and answered and not self._tail.receives(slot):
                 self._fleet.release(slot)
+                self._board.forget(self._fleet.client(slot).name)  # what it told last may run elsewhere now
         if not pending:
             for view in views:
                 if view.outstanding and self._leases.state(view.slot) is SlotState.ROLLOUT:
@@ -129,6 +135,12 @@ class RolloutPhase:
         self._drafting.stop(scheduler.slots_to_preempt(pending, views, self._max_running))
         for slot in scheduler.slots_to_draft(pending, views, self._trainers.newest is not None, wanted):
             self._drafting.start(slot)
+
+    def _consolidate(self, drafters: int) -> None:
+        """Free servers in the tail while the drafter could train in more slots than are free or train already."""
+        taken = len(self._leases.in_state(SlotState.IDLE, SlotState.DRAFTING))
+        if self._trainers.newest is not None and drafters > taken:
+            self._tail.consider(drafters - taken, lambda slot: slot in self._trainers.up)
 
     # ------------------------------------------------------------------ one outstanding `advance` per server with work
 
@@ -142,7 +154,7 @@ class RolloutPhase:
         self._advancing.add(slot)
         self._calls.post(
             client.name,
-            client.advance(self._budget_s, epoch),
+            client.advance(self._tail.budget_s(slot), epoch),
             lambda report: self._reported(slot, epoch, report),
             lambda reason: self._fleet.lose(slot, reason),
             self._timeout_s,
@@ -154,6 +166,7 @@ class RolloutPhase:
         self._fleet.check_versions(slot, report.versions)
         for rollout in report.finished:
             self._ledger.record(rollout, slot)
+        self._tail.report(slot, report)
         self._board.rollouts_done = self._ledger.recorded
         self._board.report(self._fleet.client(slot).name, report)
 
@@ -161,6 +174,7 @@ class RolloutPhase:
         self._advancing.discard(slot)
         self._board.forget(self._fleet.client(slot).name)
         self._drafting.slot_lost(slot)
+        self._tail.slot_lost(slot)
         self._ledger.lose(slot)
 
     def _change(self, slot: int, state: SlotState) -> None:

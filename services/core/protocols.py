@@ -15,6 +15,7 @@ from services.core.types import (
     DrafterProgress,
     GroupWork,
     HiddenStateChunk,
+    PartialRollout,
     PolicyStepReport,
     Prompt,
     Reward,
@@ -58,6 +59,10 @@ class RolloutClient(Protocol):
         """Adopt `epoch`, dropping whatever an older epoch left running; answers with the served versions."""
 
     def submit(self, work: Sequence[GroupWork], epoch: int) -> Pending[None]: ...
+
+    def withdraw(self, rollout_ids: Sequence[str], epoch: int) -> Pending[tuple[PartialRollout, ...]]:
+        """Stop these rollouts and hand back what there is of them, for a server that continues them. One that has
+        finished meanwhile is not among them: the next report tells it, as any other."""
 
     def advance(self, budget_s: float, epoch: int) -> Pending[ServerReport]:
         """Generate for about `budget_s`, or until nothing is left, then report."""

@@ -6,11 +6,13 @@ All are frozen and hold plain Python values only (ids, counts, versions, floats)
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
+
+from services.core.acceptance import AcceptanceStats as AcceptanceStats  # noqa: PLC0414
+from services.core.partial import PartialRollout as PartialRollout  # noqa: PLC0414
 
 # ---------------------------------------------------------------------------- prompts and work
 
@@ -46,6 +48,7 @@ class GroupWork:
 
     `indices[i]` in [0, group_size) with `seeds[i]` names each rollout; a re-dispatch after a loss carries the missing
     indices only. `keep_states`: the engine keeps the target's hidden states of these rollouts for the drafter.
+    `partials`: those of the rollouts that another server began; they are continued, the others begin.
     """
 
     group_id: str
@@ -54,10 +57,24 @@ class GroupWork:
     seeds: tuple[int, ...]
     sampling: SamplingParams
     keep_states: bool = False
+    partials: tuple[PartialRollout, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.indices) == len(self.seeds) > 0
         assert len(set(self.indices)) == len(self.indices)
+        begun = [p.index for p in self.partials]
+        assert len(set(begun)) == len(begun) and set(begun) <= set(self.indices), "one partial of each rollout"
+        assert all(p.group_id == self.group_id for p in self.partials)
+
+    def partial(self, index: int) -> PartialRollout | None:
+        """What there is already of the rollout `index`; None: it begins here."""
+        return next((p for p in self.partials if p.index == index), None)
+
+    def subset(self, keep: Collection[int]) -> GroupWork:
+        """The part of the work with these indices, in the work's order."""
+        pairs = [(i, s) for i, s in zip(self.indices, self.seeds, strict=True) if i in keep]
+        begun = tuple(p for p in self.partials if p.index in keep)
+        return replace(self, indices=tuple(i for i, _ in pairs), seeds=tuple(s for _, s in pairs), partials=begun)
 
 
 # ---------------------------------------------------------------------------- responses and rollouts
@@ -67,48 +84,6 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-
-
-@dataclass(frozen=True, slots=True)
-class AcceptanceStats:
-    """Speculation accounting of one rollout (or a sum of several). `histogram[k]` counts verify steps that accepted k
-    draft tokens (bonus excluded); `proposed` counts draft tokens offered; `steps_by_strategy` counts verify steps per
-    strategy name, OFF decode steps under "off"."""
-
-    histogram: tuple[int, ...] = ()
-    proposed: int = 0
-    steps_by_strategy: Mapping[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def merged(cls, parts: Iterable[AcceptanceStats]) -> AcceptanceStats:
-        """The sum of several requests' accounting."""
-        histogram: Counter[int] = Counter()
-        steps: Counter[str] = Counter()
-        proposed = 0
-        for part in parts:
-            histogram.update(dict(enumerate(part.histogram)))
-            steps.update(part.steps_by_strategy)
-            proposed += part.proposed
-        longest = max((k for k, n in histogram.items() if n), default=-1)
-        return cls(tuple(histogram[k] for k in range(longest + 1)), proposed, dict(steps))
-
-    @property
-    def verify_steps(self) -> int:
-        return sum(self.histogram)
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        return sum(k * n for k, n in enumerate(self.histogram))
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """Mean tokens committed per verify step, bonus included; None without a verify step."""
-        return 1 + self.num_accepted_tokens / self.verify_steps if self.verify_steps else None
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted over proposed draft tokens, in [0, 1]; None when nothing was proposed."""
-        return self.num_accepted_tokens / self.proposed if self.proposed else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +149,8 @@ class MemorySwitch:
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """Answer of a rollout server to one `advance`: what finished since the last report and what still runs."""
+    """Answer of a rollout server to one `advance`: what finished since the last report and what still runs.
+    Prefills that ended since then had `prefill_tokens` and took at most `prefill_s`."""
 
     finished: tuple[Rollout, ...]
     running: tuple[RunningRequest, ...]
@@ -183,6 +159,8 @@ class ServerReport:
     busy_s: float
     strategy: str
     versions: ServedVersions
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
 
 
 # ---------------------------------------------------------------------------- rewards and groups

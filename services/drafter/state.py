@@ -91,7 +91,7 @@ def read_drafter(folder: Path, method: DrafterMethod) -> dict[str, Tensor]:
             raise DataError(f"{folder}: {name} is not zero, but drafters here have none: train the drafter without it")
     if mapped := sorted({"d2t", "t2d"} & tensors.keys()):
         raise DataError(
-            f"{folder} maps a reduced vocabulary to the target's ({', '.join(mapped)}), drafters here have no such map: "
+            f"{folder} maps a reduced vocabulary to the target's ({', '.join(mapped)}), drafters here have none: "
             "use a drafter of the whole vocabulary"
         )
     check_tensors(tensors, method.names(), "drafter")

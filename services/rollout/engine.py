@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from torch import Tensor
 
 from services.core.types import GroupWork, Rollout, RunningRequest, ServedVersions
+from services.rollout.request import Withdrawn
 from services.speculation.strategy import DraftStrategy
 
 
@@ -29,10 +30,24 @@ class RolloutEngine(Protocol):
 
     def running(self) -> tuple[RunningRequest, ...]: ...
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all responses under way, what other servers generated of them included."""
+
+    @property
+    def prefilled(self) -> tuple[int, float]:
+        """Tokens that were computed before the first new one, and at most how many seconds that took, since the engine
+        was made."""
+
     def check(self, work: GroupWork) -> None:
         """RequestError naming the limit when this engine can never serve `work`."""
 
-    def submit(self, work: GroupWork) -> None: ...
+    def submit(self, work: GroupWork) -> None:
+        """Queue it. A rollout with a partial goes on from there; the rest is drawn with fresh random numbers that
+        follow from its seed and the number of tokens already there."""
+
+    def withdraw(self, rollout_ids: Collection[str]) -> Withdrawn:
+        """Stop these rollouts and hand back what there is of them; ids that do not run here are passed over."""
 
     def step(self, wait_s: float) -> list[Rollout]:
         """One round, or for an engine that runs by itself at most `wait_s` seconds of waiting for news; returns the

@@ -7,7 +7,7 @@ nodes, verify, emit up to the first stop, roll back by length. OFF is a round wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,7 +21,7 @@ from services.core.types import FinishReason, GroupWork, Rollout, RunningRequest
 from services.models.sampling import SamplingTensors, check_sampling, process_logits, sampling_tensors, uniforms
 from services.models.target import TargetModel
 from services.rollout.eagle import CATCH_UP_CHUNK, EagleDrafting
-from services.rollout.request import Request, check_fits, note_version
+from services.rollout.request import Request, Withdrawn, check_fits, continued_seed, note_version, take_out
 from services.rollout.rows import Rows, tail_mask, tail_table
 from services.rollout.stops import emit, response_text
 from services.speculation.drafting import Draft
@@ -80,6 +80,7 @@ class NativeEngine:
         self._drafter_version: int | None = None
         self._forced: DraftStrategy | None = None
         self.last_strategy = OFF
+        self.prefilled = 0, 0.0
 
     # -- requests
 
@@ -93,6 +94,11 @@ class NativeEngine:
 
     def running(self) -> tuple[RunningRequest, ...]:
         return tuple(r.running() for r in self._requests)
+
+    @property
+    def num_tokens(self) -> int:
+        waiting = sum(len(p.response_ids) for w in self._waiting for p in w.partials)
+        return sum(len(r.response_ids) for r in self._requests) + waiting
 
     def submit(self, work: GroupWork) -> None:
         """Queue a group; refuses what cannot be served before anything starts."""
@@ -120,6 +126,21 @@ class NativeEngine:
         self._rows.count = 0
         self._sampling.clear()
         return tuple(dropped)
+
+    def withdraw(self, rollout_ids: Collection[str]) -> Withdrawn:
+        """Rows are freed from the last to the first, as at the end of a round."""
+        partials = []
+        for row in range(self.num_running - 1, -1, -1):
+            if self._requests[row].rollout_id in rollout_ids:
+                partials.append(self._requests[row].partial())
+                self._free(row)
+        kept: list[GroupWork] = []
+        for work in self._waiting:
+            left, out = take_out(work, rollout_ids, self._clock())
+            partials.extend(out.partials)
+            kept += [left] if left is not None else []
+        self._waiting = deque(kept)
+        return Withdrawn(tuple(partials))
 
     # -- weights and strategy
 
@@ -172,17 +193,38 @@ class NativeEngine:
         return finished
 
     def _admit(self) -> None:
+        if not self._waiting:
+            return
+        started, tokens = self._clock(), 0
         while self._waiting and len(self._waiting[0].indices) <= self._options.max_running - self.num_running:
             work = self._waiting.popleft()
             first = self.num_running
             self._rows.add_group(list(work.prompt.token_ids), len(work.indices))
+            tokens += len(work.prompt.token_ids)
+            self._observe(work.prompt.id, work.prompt.token_ids, 0)
             for row, (index, seed) in enumerate(zip(work.indices, work.seeds, strict=True), start=first):
-                versions = [[v] if v is not None else [] for v in (self._policy_version, self._drafter_version)]
-                self._requests.append(Request(work, index, seed, self._clock(), versions[0], versions[1]))
-                self._seeds[row], self._draws[row] = seed % 2**64, 0
+                tokens += self._begin(row, Request.begin(work, index, seed, self._clock()))
             self._sampling.clear()
-            if self._options.suffix_index is not None:
-                self._options.suffix_index.observe(work.prompt.id, work.prompt.token_ids, 0)
+        if tokens:
+            known, seconds = self.prefilled
+            self.prefilled = known + tokens, seconds + self._clock() - started
+
+    def _begin(self, row: int, request: Request) -> int:
+        """Open the request on a row that holds its prompt. Returns how many tokens of its response are there."""
+        known = request.response_ids
+        request.serve(self.versions)
+        self._requests.append(request)
+        self._seeds[row], self._draws[row] = continued_seed(request.seed, len(known)) % 2**64, 0
+        if known:
+            self._rows.extend(row, known)
+            prompt = request.work.prompt
+            self._observe(prompt.id, [*prompt.token_ids, *known], len(prompt.token_ids))
+        return len(known)
+
+    def _observe(self, key: str, tokens: Sequence[int], start: int) -> None:
+        """Let the suffix index see tokens[start:]."""
+        if self._options.suffix_index is not None:
+            self._options.suffix_index.observe(key, tokens, start)
 
     def _uniforms(self, count: int) -> Tensor:
         """Fresh random numbers [rows, count], each rollout's own stream."""
@@ -288,6 +330,11 @@ class NativeEngine:
 
     def _close(self, row: int, reason: FinishReason) -> Rollout:
         """Free the row; rows are closed from the last to the first, so that moves do not disturb pending ones."""
+        request = self._free(row)
+        text = response_text(request.response_ids, request.sampling, self._decode)
+        return request.finish(reason, text, self._clock(), self._options.server)
+
+    def _free(self, row: int) -> Request:
         request = self._requests[row]
         moved = self._rows.close(row)
         if moved is not None:
@@ -295,5 +342,4 @@ class NativeEngine:
             self._seeds[row], self._draws[row] = self._seeds[moved], self._draws[moved]
         self._requests.pop()
         self._sampling.clear()
-        text = response_text(request.response_ids, request.sampling, self._decode)
-        return request.finish(reason, text, self._clock(), self._options.server)
+        return request

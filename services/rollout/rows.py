@@ -8,6 +8,7 @@ hide and later writes cover: roll-back is ragged and free.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -62,11 +63,21 @@ class Rows:
         self.lengths[row], self.drafted[row] = len(ids), 0
         self.prefill(row)
 
+    def extend(self, row: int, ids: Sequence[int]) -> None:
+        """Put tokens that are known already behind those of a row, which keeps what it has computed."""
+        known = int(self.lengths[row])
+        self.tokens[row, known : known + len(ids)] = torch.tensor(ids, device=self.target.device)
+        self.lengths[row] = known + len(ids)
+        self._compute(row, known - 1)
+
     def prefill(self, row: int) -> None:
         """Run all known tokens but the last through the target; forgets the row's drafter state."""
         self.drafted[row] = 0
+        self._compute(row, 0)
+
+    def _compute(self, row: int, first: int) -> None:
         end = int(self.lengths[row]) - 1
-        for start in range(0, end, PREFILL_CHUNK):
+        for start in range(first, end, PREFILL_CHUNK):
             at = torch.arange(start, min(end, start + PREFILL_CHUNK), device=self.target.device)[None]
             base = torch.tensor([start], device=self.target.device)
             mask = causal_tail(base, at.shape[1], start + at.shape[1], self.target.dtype)

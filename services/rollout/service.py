@@ -13,7 +13,15 @@ from services.config.schema import ClusterConfig
 from services.config.schema import NativeEngine as NativeEngineConfig
 from services.core.errors import ConfigError, StaleEpochError
 from services.core.protocols import Clock
-from services.core.types import GroupWork, HiddenStateChunk, MemorySwitch, Rollout, ServedVersions, ServerReport
+from services.core.types import (
+    GroupWork,
+    HiddenStateChunk,
+    MemorySwitch,
+    PartialRollout,
+    Rollout,
+    ServedVersions,
+    ServerReport,
+)
 from services.models.device import pick_device, pick_dtype
 from services.models.files import model_dir, read_config
 from services.models.hidden import HiddenStates
@@ -35,6 +43,8 @@ class RolloutService:
     def __init__(self, engine: RolloutEngine, strategies: Mapping[str, DraftStrategy], clock: Clock) -> None:
         self._engine, self._strategies, self._clock = engine, dict(strategies), clock
         self._epoch: int | None = None  # none until the first open_epoch
+        self._finished: list[Rollout] = []  # ended while others were withdrawn: the next report tells them
+        self._untold_tokens = 0  # generated since the last report
 
     def open_epoch(self, epoch: int) -> ServedVersions:
         """Adopt `epoch`, dropping whatever an older one left running."""
@@ -42,6 +52,7 @@ class RolloutService:
             raise StaleEpochError(f"epoch {epoch} is older than this server's {self._epoch}: renew the lease")
         if epoch != self._epoch:
             self._engine.abort()
+            self._finished, self._untold_tokens = [], 0
         self._epoch = epoch
         return self._engine.versions
 
@@ -53,24 +64,40 @@ class RolloutService:
         for item in work:
             self._engine.submit(item)
 
+    def withdraw(self, rollout_ids: Sequence[str], epoch: int) -> tuple[PartialRollout, ...]:
+        """Stop these rollouts and hand back what there is of them; what has finished meanwhile is told by the next
+        report instead, and ids that this server does not run are passed over."""
+        self._check(epoch)
+        before = self._engine.num_tokens
+        found = self._engine.withdraw(frozenset(rollout_ids))
+        self._finished.extend(found.finished)
+        out = sum(len(r.response_ids) for r in (*found.partials, *found.finished))
+        self._untold_tokens += self._engine.num_tokens + out - before
+        return found.partials
+
     def advance(self, budget_s: float, epoch: int) -> ServerReport:
         """Run rounds for about `budget_s` seconds, or until nothing is left."""
         self._check(epoch)
-        started, finished, before = self._clock(), list[Rollout](), self._progress()
-        while self._engine.num_running or self._engine.num_waiting:
-            finished.extend(self._engine.step(budget_s - (self._clock() - started)))
+        engine, started = self._engine, self._clock()
+        finished, tokens, prefilled = list[Rollout](), engine.num_tokens, engine.prefilled
+        while engine.num_running or engine.num_waiting:
+            finished.extend(engine.step(budget_s - (self._clock() - started)))
             if self._clock() - started >= budget_s:
                 break
-        done = sum(len(r.response_ids) for r in finished)
-        return ServerReport(
-            finished=tuple(finished),
-            running=self._engine.running(),
-            waiting=self._engine.num_waiting,
-            new_tokens=self._progress() + done - before,
+        new_tokens = engine.num_tokens + sum(len(r.response_ids) for r in finished) - tokens
+        report = ServerReport(
+            finished=(*self._finished, *finished),
+            running=engine.running(),
+            waiting=engine.num_waiting,
+            new_tokens=new_tokens + self._untold_tokens,
             busy_s=self._clock() - started,
-            strategy=self._engine.last_strategy.name,
-            versions=self._engine.versions,
+            strategy=engine.last_strategy.name,
+            versions=engine.versions,
+            prefill_tokens=engine.prefilled[0] - prefilled[0],
+            prefill_s=engine.prefilled[1] - prefilled[1],
         )
+        self._finished, self._untold_tokens = [], 0
+        return report
 
     def load_policy(self, version: int, tensors: Mapping[str, Tensor], epoch: int) -> ServedVersions:
         self._check(epoch)
@@ -102,28 +129,25 @@ class RolloutService:
             raise ConfigError("the native engine keeps no hidden states: set drafter.states: policy")
         return self._engine.take_states(step)
 
-    def _progress(self) -> int:
-        return sum(r.num_tokens for r in self._engine.running())
-
     def _check(self, epoch: int) -> None:
         if epoch != self._epoch:
             raise StaleEpochError(f"message of epoch {epoch} at a server in epoch {self._epoch}: renew the lease")
 
 
-def build_rollout_service(config: ClusterConfig, slot: int) -> RolloutService:
+def build_rollout_service(config: ClusterConfig, slot: int, clock: Clock = time.monotonic) -> RolloutService:
     """The rollout server of one slot; weights arrive by load_policy / load_drafter."""
     strategies = {s.name: s for s in (OFF, *(draft_strategy(c) for c in config.speculation.strategies))}
     engine_config = config.rollout.engine
     engine: RolloutEngine
     if isinstance(engine_config, NativeEngineConfig):
-        engine = _native_engine(config, engine_config, list(strategies.values()), slot)
+        engine = _native_engine(config, engine_config, list(strategies.values()), slot, clock)
     else:
         engine = build_sglang_engine(config, engine_config, slot)
-    return RolloutService(engine, strategies, time.monotonic)
+    return RolloutService(engine, strategies, clock)
 
 
 def _native_engine(
-    config: ClusterConfig, engine: NativeEngineConfig, strategies: Sequence[DraftStrategy], slot: int
+    config: ClusterConfig, engine: NativeEngineConfig, strategies: Sequence[DraftStrategy], slot: int, clock: Clock
 ) -> NativeEngine:
     torch.set_num_threads(engine.threads)
     needs_index = any(s.drafter == "suffix" for s in strategies)
@@ -139,4 +163,4 @@ def _native_engine(
     target = TargetModel(spec, options.max_len + options.spare_columns, device, pick_dtype(config.model.dtype))
     rng = random.Random(f"{config.run.seed}/selector/{slot}")
     tokenizer = load_tokenizer(config.model.path)
-    return NativeEngine(target, options, make_selector(config.speculation, rng), tokenizer.decode, time.monotonic)
+    return NativeEngine(target, options, make_selector(config.speculation, rng), tokenizer.decode, clock)

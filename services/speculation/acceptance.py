@@ -10,10 +10,12 @@ from services.core.types import AcceptanceStats
 class AcceptanceCounter:
     """Counts verify steps by what they committed, so that the counters never run past the emitted tokens (row 5)."""
 
-    def __init__(self) -> None:
-        self._histogram: Counter[int] = Counter()
-        self._steps: Counter[str] = Counter()
-        self._proposed = 0
+    def __init__(self, earlier: AcceptanceStats | None = None) -> None:
+        """`earlier`: what another server counted of the same response."""
+        earlier = earlier or AcceptanceStats()
+        self._histogram: Counter[int] = Counter(dict(enumerate(earlier.histogram)))
+        self._steps: Counter[str] = Counter(earlier.steps_by_strategy)
+        self._proposed = earlier.proposed
 
     def plain(self, strategy: str) -> None:
         """A decode step without a draft."""

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from deploy.placement import actor_env
 from services.config.schema import ClusterConfig
 from services.coordinator.work import make_work
 from services.core.errors import ControlMessageError, ServiceLostError, StaleEpochError, WaitTimeoutError
-from services.core.types import HiddenStateChunk, ServedVersions, TrainBatch
+from services.core.types import AcceptanceStats, HiddenStateChunk, PartialRollout, ServedVersions, TrainBatch
 from tests.services.coordinator.fakes import SAMPLING, make_prompts
 
 pytestmark = pytest.mark.ray
@@ -40,6 +41,11 @@ class Server:
 
     def submit(self, work: Any, epoch: int) -> None:
         time.sleep(epoch)
+
+    def withdraw(self, rollout_ids: Any, epoch: int) -> Any:
+        if epoch == 99:
+            return (torch.zeros(2),)
+        return tuple(PartialRollout(i, 0, (4, 5), (-0.5, -1.0), (3,), (), AcceptanceStats(), 1.5) for i in rollout_ids)
 
     def load_policy(self, version: int, tensors: Any, epoch: int) -> ServedVersions:
         assert isinstance(tensors, dict) and torch.equal(tensors["w"], torch.arange(200_000.0))
@@ -96,6 +102,16 @@ def test_smuggled_tensors_are_refused_both_ways(handle: Any) -> None:
     with pytest.raises(ControlMessageError, match=r"answer of rollout-0\.open_epoch"):
         client.open_epoch(99).result(30)
     client.submit(make_work([prompt], "plain", 2, SAMPLING, 0), 0).result(30)
+
+
+def test_a_withdrawn_rollout_crosses_unchanged_and_goes_on_in_work(handle: Any) -> None:
+    client = RayRolloutClient("rollout-0", handle)
+    (work,) = make_work(make_prompts(1), "plain", 2, SAMPLING, 0)
+    (found,) = client.withdraw([work.group_id], 1).result(30)
+    assert found == PartialRollout(work.group_id, 0, (4, 5), (-0.5, -1.0), (3,), (), AcceptanceStats(), 1.5)
+    client.submit([replace(work, partials=(found,))], 0).result(30)
+    with pytest.raises(ControlMessageError, match=r"answer of rollout-0\.withdraw"):
+        client.withdraw(["a"], 99).result(30)
 
 
 def test_tensors_travel_by_reference_and_outlive_their_maker(handle: Any) -> None:

@@ -64,6 +64,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
         rollout={
             "num_servers": 2, "group_size": GROUP, "prompts_per_step": PROMPTS, "advance_budget_s": 0.05,
             "engine": {"type": "native", "max_running": 8, "max_len": 192}, "sampling": {"max_tokens": 120},
+            "consolidate": {"enabled": True, "max_delay": 1.0, "min_freed_s": 0.0, "worth": 1.0},
         },
         run={"dir": str(folder), "steps": STEPS, "eval_prompts": 4, "compare_prompts": 2, "compare_repeats": 1},
     )  # fmt: skip

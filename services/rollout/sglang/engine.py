@@ -6,7 +6,7 @@ over an `EngineHandle`, so all of it runs on a machine without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,13 +20,14 @@ from services.core.types import (
     GroupWork,
     HiddenStateChunk,
     MemorySwitch,
+    PartialRollout,
     Rollout,
     RunningRequest,
     ServedVersions,
 )
 from services.models.hidden import HiddenStates
 from services.models.target import check_shapes
-from services.rollout.request import RequestLife, check_fits, note_version
+from services.rollout.request import RequestLife, Withdrawn, check_fits, continued_seed
 from services.rollout.sglang.acceptance import acceptance_stats
 from services.rollout.sglang.handle import EngineHandle, Kind, Update
 from services.rollout.sglang.states import assemble
@@ -52,7 +53,48 @@ class SGLangLimits:
 
 @dataclass
 class _Request(RequestLife):
+    """`news` is of the part that SGLang generates; `earlier` is what another server generated before."""
+
     news: Update
+    earlier: PartialRollout | None = None
+
+    @property
+    def earlier_ids(self) -> tuple[int, ...]:
+        return self.earlier.response_ids if self.earlier else ()
+
+    @property
+    def response_ids(self) -> tuple[int, ...]:
+        return (*self.earlier_ids, *self.news.response_ids)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        # SGLang tells a greedy token's logprob at temperature 1; greedy means probability one
+        told = self.news.logprobs if self.sampling.temperature else (0.0,) * len(self.news.response_ids)
+        return (*self.earlier.rollout_logprobs, *told) if self.earlier else told
+
+
+@dataclass
+class _Prefill:
+    """SGLang does not tell how long its prefills take. It does them first: the time in which some request has no token
+    yet, polls included, is an upper bound."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    _open: int = 0
+    _since_s: float = 0.0
+
+    def begin(self, tokens: int, now_s: float) -> None:
+        if not self._open:
+            self._since_s = now_s
+        self._open += tokens
+
+    def end(self, now_s: float) -> None:
+        if self._open:
+            self.tokens, self.seconds = self.tokens + self._open, self.seconds + now_s - self._since_s
+        self._open = 0
+
+    def forget(self) -> None:
+        self._open = 0
 
 
 class SGLangEngine:
@@ -66,6 +108,7 @@ class SGLangEngine:
         self._requests: dict[str, _Request] = {}
         self._versions = handle.served()
         self._submitted = 0
+        self._prefill = _Prefill()
         self._released = False
         self._window = 0  # counts the calls of take_states and abort
         self._finished: dict[str, Rollout] = {}  # since the last take_states, with their states
@@ -84,12 +127,20 @@ class SGLangEngine:
         return sum(not r.news.response_ids for r in self._requests.values())
 
     @property
+    def num_tokens(self) -> int:
+        return sum(len(r.response_ids) for r in self._requests.values())
+
+    @property
+    def prefilled(self) -> tuple[int, float]:
+        return self._prefill.tokens, self._prefill.seconds
+
+    @property
     def last_strategy(self) -> DraftStrategy:
         return self._strategy
 
     def running(self) -> tuple[RunningRequest, ...]:
         return tuple(
-            RunningRequest(r.rollout_id, len(r.news.response_ids), self._acceptance(r))
+            RunningRequest(r.rollout_id, len(r.response_ids), self._acceptance(r))
             for r in self._requests.values()
             if r.news.response_ids
         )
@@ -108,17 +159,46 @@ class SGLangEngine:
             )
 
     def submit(self, work: GroupWork) -> None:
-        """Hand all rollouts of a group to SGLang at once: its prefix cache computes their prompt once."""
+        """Hand all rollouts of a group to SGLang at once: its prefix cache computes their prompt once. For SGLang, what
+        there is already of a response is prompt."""
         self.check(work)
+        known_tokens = sum(len(p.response_ids) for p in work.partials)
+        self._prefill.begin(len(work.prompt.token_ids) + known_tokens, self._clock())
         for index, seed in zip(work.indices, work.seeds, strict=True):
             self._submitted += 1
             # The number keeps a request that is submitted again after an abort apart from its first life; it comes
             # first, since SGLang aborts every request whose id begins with the one it is told.
             rid = f"{self._submitted}/{work.group_id}#{index}"
-            policy, drafter = ([v] if v is not None else [] for v in (self._versions.policy, self._versions.drafter))
-            self._requests[rid] = _Request(work, index, seed, self._clock(), policy, drafter, Update(rid, (), ()))
+            request = self._begin(work, index, seed, rid)
+            self._requests[rid] = request
+            known = request.earlier_ids
+            rest = replace(work.sampling, max_tokens=work.sampling.max_tokens - len(known))
             window = self._window if work.keep_states else None
-            self._handle.submit(rid, work.prompt.token_ids, work.sampling, seed, window)
+            ids = (*work.prompt.token_ids, *known)
+            self._handle.submit(rid, ids, rest, continued_seed(seed, len(known)), window)
+
+    def _begin(self, work: GroupWork, index: int, seed: int, rid: str) -> _Request:
+        known = work.partial(index)
+        started_s = known.started_s if known else self._clock()
+        versions = (list(known.policy_versions), list(known.drafter_versions)) if known else ([], [])
+        request = _Request(work, index, seed, started_s, *versions, Update(rid, (), ()), known)
+        request.serve(self._versions)
+        return request
+
+    def withdraw(self, rollout_ids: Collection[str]) -> Withdrawn:
+        """Cut the responses where SGLang's news of them end now. What it generates until it hears of that is dropped
+        unseen, so that the cut does not depend on it."""
+        finished = tuple(self.step(0.0))
+        out = [rid for rid, r in self._requests.items() if r.rollout_id in rollout_ids]
+        requests = [self._requests.pop(rid) for rid in out]
+        for rid in out:
+            self._handle.abort(rid)
+        if out:
+            self._window += 1  # the states of a prefix that one of them computed belong to no rollout of this server
+        if out and not self._requests:
+            self._handle.abort_all()  # returns when nothing is left: the slot may get another holder
+        partials = (r.partial_of((r.response_ids, r.logprobs), self._part_acceptance(r)) for r in requests)
+        return Withdrawn(tuple(partials), finished)
 
     def abort(self) -> tuple[str, ...]:
         dropped = tuple(r.rollout_id for r in self._requests.values())
@@ -126,6 +206,7 @@ class SGLangEngine:
             self._handle.abort_all()
             self._window += 1  # the states of a prefix that a dropped request computed belong to no rollout
         self._requests.clear()
+        self._prefill.forget()
         return dropped
 
     def step(self, wait_s: float) -> list[Rollout]:
@@ -142,6 +223,8 @@ class SGLangEngine:
                 finished.append(self._finish(request, reason))
                 if request.work.keep_states:
                     self._finished[update.rid] = finished[-1]
+        if not self.num_waiting:
+            self._prefill.end(self._clock())
         return finished
 
     @staticmethod
@@ -162,7 +245,8 @@ class SGLangEngine:
         news, sampling = request.news, request.work.sampling
         if news.finish is None and not (sampling.stop_strings and news.response_ids):
             return None
-        emission = emit((), news.response_ids, sampling, self._decode) if news.response_ids else Emission(0, None)
+        earlier = request.earlier_ids
+        emission = emit(earlier, news.response_ids, sampling, self._decode) if news.response_ids else Emission(0, None)
         if emission.finish_reason is None:
             return self._reason_told(request)
         if news.finish is None:
@@ -180,21 +264,27 @@ class SGLangEngine:
             return None
         if news.finish != FinishReason.STOP or not news.response_ids:
             raise RequestError(
-                f"{request.rollout_id}: SGLang ended the response after {len(news.response_ids)} of {budget} tokens "
+                f"{request.rollout_id}: SGLang ended the response after {len(request.response_ids)} of {budget} tokens "
                 f"({news.finish}): its KV cache is too small for rollout.engine.max_len: raise kv_tokens or "
                 "mem_fraction, or lower max_len"
             )
         return FinishReason.STOP
 
     def _acceptance(self, request: _Request) -> AcceptanceStats:
+        if request.earlier is not None:
+            return self._part_acceptance(request)
         return acceptance_stats(request.news.histogram, len(request.news.response_ids), self._strategy)
 
+    def _part_acceptance(self, request: _Request) -> AcceptanceStats:
+        """Where another part follows or went before, a prefill's token alone is no decode step."""
+        here = acceptance_stats(request.news.histogram, len(request.news.response_ids), self._strategy)
+        if not here.verify_steps and not self._strategy.is_off:
+            here = AcceptanceStats()
+        return AcceptanceStats.merged([request.earlier.acceptance, here]) if request.earlier else here
+
     def _finish(self, request: _Request, reason: FinishReason) -> Rollout:
-        news, work = request.news, request.work
-        # SGLang tells a greedy token's logprob at temperature 1; greedy means probability one
-        logprobs = news.logprobs if work.sampling.temperature else (0.0,) * len(news.response_ids)
-        text = response_text(news.response_ids, work.sampling, self._decode)
-        tokens, now_s = (news.response_ids, logprobs), self._clock()
+        text = response_text(request.response_ids, request.sampling, self._decode)
+        tokens, now_s = (request.response_ids, request.logprobs), self._clock()
         return request.rollout(tokens, text, reason, self._acceptance(request), now_s, self._limits.server)
 
     # -- weights and strategy
@@ -235,8 +325,7 @@ class SGLangEngine:
     def _adopt(self, versions: ServedVersions) -> None:
         self._versions = versions
         for request in self._requests.values():
-            note_version(request.policy_versions, versions.policy)
-            note_version(request.drafter_versions, versions.drafter)
+            request.serve(versions)
 
     def force_strategy(self, strategy: DraftStrategy | None) -> None:
         if strategy is not None and strategy != self._strategy:

@@ -29,6 +29,7 @@ from services.core.types import (
     DrafterProgress,
     FinishReason,
     HiddenStateChunk,
+    PartialRollout,
     PolicyStepReport,
     Prompt,
     Reward,
@@ -60,7 +61,8 @@ class FakeClock:
 
 @dataclass
 class FakeRollout:
-    """Response length comes from the seed; one token takes `token_s` for all running requests."""
+    """Response length comes from the seed; one token takes `token_s` for all running requests, a prefill next to
+    nothing."""
 
     slot: int
     clock: FakeClock
@@ -75,6 +77,9 @@ class FakeRollout:
     served: int = 0
     kept: int = 0  # finished rollouts whose work asked for their states
     asked: list[tuple[str, bool]] = field(default_factory=list)  # group id and whether its states are asked for
+    withdrawn: list[tuple[str, int]] = field(default_factory=list)  # rollout id and tokens it had
+    continued: list[tuple[str, int]] = field(default_factory=list)
+    prefill: int = 0
 
     def open_epoch(self, epoch: int) -> ServedVersions:
         if epoch < self.epoch:
@@ -92,12 +97,31 @@ class FakeRollout:
             for index, seed in zip(w.indices, w.seeds, strict=True):
                 # One response in twelve is the long tail, of very different lengths.
                 length = 5 + seed % 20 if seed % 12 else 100 + random.Random(seed).randrange(300)
-                self.requests.append([w, index, seed, length, 0])
+                known = w.partial(index)
+                self.prefill += len(w.prompt.token_ids) + (len(known.response_ids) if known else 0)
+                self.continued += [(known.rollout_id, len(known.response_ids))] if known else []
+                self.requests.append([w, index, seed, length, len(known.response_ids) if known else 0])
         assert len(self.requests) <= self.capacity, "more work than the server can run"
+
+    def withdraw(self, rollout_ids: Any, epoch: int) -> tuple[PartialRollout, ...]:
+        self._check(epoch)
+        out = [r for r in self.requests if f"{r[0].group_id}#{r[1]}" in rollout_ids]
+        self.requests = [r for r in self.requests if r not in out]
+        self.withdrawn += [(f"{w.group_id}#{i}", known) for w, i, _, _, known in out]
+        stats = AcceptanceStats()
+        return tuple(
+            PartialRollout(
+                w.group_id, i, tuple(seed % 97 + n for n in range(known)), (0.0,) * known, (self.policy or 0,),
+                (self.drafter or 0,), stats, 0.0,
+            )
+            for w, i, seed, _, known in out
+        )  # fmt: skip
 
     def advance(self, budget_s: float, epoch: int) -> ServerReport:
         self._check(epoch)
         start, done, tokens = self.clock(), [], 0
+        prefill, self.prefill = self.prefill, 0
+        self.clock.now += 1e-5 * prefill
         while self.requests and self.clock() - start < budget_s:
             self.clock.now += self.token_s
             for request in list(self.requests):
@@ -110,8 +134,9 @@ class FakeRollout:
         running = tuple(RunningRequest(f"{r[0].group_id}#{r[1]}", r[4], AcceptanceStats()) for r in self.requests)
         self.served += len(done)
         return ServerReport(
-            tuple(done), running, 0, tokens, self.clock() - start, self.strategy or "off", self._versions()
-        )
+            tuple(done), running, 0, tokens, self.clock() - start, self.strategy or "off", self._versions(), prefill,
+            1e-5 * prefill,
+        )  # fmt: skip
 
     def load_policy(self, version: int, tensors: Any, epoch: int) -> ServedVersions:
         self._check(epoch)

@@ -1,0 +1,49 @@
+"""Speculation accounting as a record. Standard library only; part of `services.core.types`, which names it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceStats:
+    """Speculation accounting of one rollout (or a sum of several). `histogram[k]` counts verify steps that accepted k
+    draft tokens (bonus excluded); `proposed` counts draft tokens offered; `steps_by_strategy` counts verify steps per
+    strategy name, OFF decode steps under "off"."""
+
+    histogram: tuple[int, ...] = ()
+    proposed: int = 0
+    steps_by_strategy: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def merged(cls, parts: Iterable[AcceptanceStats]) -> AcceptanceStats:
+        """The sum of several requests' accounting."""
+        histogram: Counter[int] = Counter()
+        steps: Counter[str] = Counter()
+        proposed = 0
+        for part in parts:
+            histogram.update(dict(enumerate(part.histogram)))
+            steps.update(part.steps_by_strategy)
+            proposed += part.proposed
+        longest = max((k for k, n in histogram.items() if n), default=-1)
+        return cls(tuple(histogram[k] for k in range(longest + 1)), proposed, dict(steps))
+
+    @property
+    def verify_steps(self) -> int:
+        return sum(self.histogram)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(k * n for k, n in enumerate(self.histogram))
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens committed per verify step, bonus included; None without a verify step."""
+        return 1 + self.num_accepted_tokens / self.verify_steps if self.verify_steps else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over proposed draft tokens, in [0, 1]; None when nothing was proposed."""
+        return self.num_accepted_tokens / self.proposed if self.proposed else None
