@@ -180,7 +180,8 @@ class Coordinator:
         self._board.begin("rollout", len(prompts) * rollout.group_size)
         self._timeline.open_window()
         with self._timed("rollout"):
-            yield from self._phase.generate(works, self._worth.slots(len(self._leases)))
+            drafters = self._worth.slots(len(self._leases))
+            yield from self._phase.generate(works, drafters, step if self._engine_states else None)
         self._facts.slot_seconds = self._timeline.close_window()
         if self._engine_states:
             with self._timed("rollout"):

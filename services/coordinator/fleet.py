@@ -122,8 +122,34 @@ class Fleet:
         """The hidden states that the servers kept since the last call, of those that have any; slots are IDLE before
         and after. What a server kept that is lost meanwhile is lost with it."""
         taken: list[tuple[HiddenStateChunk, Blob]] = []
-        self._visit(lambda slot, epoch, _: self._take_states(slot, epoch, step, taken))
+
+        def visit(slot: int, epoch: int, _: ServedVersions) -> None:
+            self._heard(slot, epoch)
+            self.collect(slot, step, lambda chunk, blob: taken.append((chunk, blob)), lambda: self.release(slot))
+
+        self._visit(visit)
         return taken
+
+    def collect(
+        self,
+        slot: int,
+        step: int,
+        keep: Callable[[HiddenStateChunk, Blob], None],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Ask a server that holds its lease for the hidden states it kept: `keep` gets them if there are any."""
+        client, epoch = self.servers[slot], self._leases[slot].epoch
+        pending, blob = client.take_states(step, epoch)
+
+        def told(chunk: HiddenStateChunk) -> None:
+            self._heard(slot, epoch)
+            if chunk.num_sequences:
+                keep(chunk, blob)
+            if chunk.num_missing or chunk.lost_bytes:
+                self._tell("states_dropped", client.name, _say_missing(chunk))
+            then()
+
+        self._post(slot, pending, told)
 
     def survey(self) -> list[ServedVersions]:
         """What every server that answers serves; slots are IDLE before and after."""
@@ -144,20 +170,6 @@ class Fleet:
             self._post(slot, self.servers[slot].open_epoch(epoch), partial(then, slot, epoch))
         while any(self._leases.state(slot) in SERVING for slot in asked):
             self._calls.turn()
-
-    def _take_states(self, slot: int, epoch: int, step: int, taken: list[tuple[HiddenStateChunk, Blob]]) -> None:
-        client = self.servers[slot]
-        self._heard(slot, epoch)
-        pending, blob = client.take_states(step, epoch)
-
-        def told(chunk: HiddenStateChunk) -> None:
-            self.release(slot)
-            if chunk.num_sequences:
-                taken.append((chunk, blob))
-            if chunk.num_missing or chunk.lost_bytes:
-                self._tell("states_dropped", client.name, _say_missing(chunk))
-
-        self._post(slot, pending, told)
 
     # ------------------------------------------------------------------ losing and getting back
 

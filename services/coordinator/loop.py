@@ -12,8 +12,10 @@ Who waits for whom:
 - `generate` hands prompt groups to the rollout servers and yields each group when its last rollout is done. It ends
   when every group has all its rollouts, so the step waits for the longest response: the long tail.
 - `score` waits for nobody: reward workers run beside generation, and only `scored` waits for the last of them.
-- While the tail is generated, a slot with nothing left to generate trains the drafter. Nobody waits for the drafter:
-  its training stops at the next micro-step when `generate` ends, or when work comes back to its slot.
+- While the tail is generated, slots with nothing left to generate train the drafter, as many as pays. Nobody waits for
+  the drafter: training stops at the next micro-step when `generate` ends, or when work comes back to its slot.
+- `publish_drafter` waits for the verdict on rollouts that nobody trained on: only what is better than the served drafter
+  goes out.
 - `train_step` waits for all rewards. Rollout servers are idle meanwhile; responses are strictly on-policy.
 - `load` waits for every server to say that it serves exactly the published versions. A server that is lost does not
   hold up the others; it loads before it serves again.

@@ -51,16 +51,25 @@ class RolloutPhase:
         self._timeout_s = call_timeout_s
         self._ledger = Ledger([])
         self._advancing: set[int] = set()
+        self._states_step: int | None = None
+        # slots whose server was asked for its states in this phase, and those that have not answered yet
+        self._collected: set[int] = set()
+        self._collecting: set[int] = set()
         fleet.on_lost = self._slot_lost
 
-    def generate(self, works: Sequence[GroupWork], drafters: int) -> Iterator[FinishedGroup]:
+    def generate(
+        self, works: Sequence[GroupWork], drafters: int, states_step: int | None = None
+    ) -> Iterator[FinishedGroup]:
         """Yield each group as its last rollout finishes. So many idle slots may train the drafter meanwhile; at the end
-        they are asked to stop, and nobody waits for that.
+        they are asked to stop, and nobody waits for that. With `states_step` a server that has run dry hands over the
+        hidden states it kept before its slot is idle, so that the drafter learns from this step's early responses while
+        the late ones are generated.
 
         Raises ServiceLostError when no server is left.
         """
         ledger = self._ledger = Ledger(works)
         self._tail.begin(ledger)
+        self._states_step, self._collected = states_step, set()
         self._fleet.renew_ready()
         while not ledger.complete:
             self._fleet.require_some()
@@ -71,6 +80,9 @@ class RolloutPhase:
             self._calls.turn()
             self._fleet.expire()
             yield from ledger.take_finished()
+        while self._collecting:  # an answer that is dropped would be states that nobody has any more
+            self._calls.turn()
+            self._fleet.expire()
         ledger.check_integrity()
         self._drafting.stop_all()
         self._fleet.release_all()
@@ -122,13 +134,22 @@ class RolloutPhase:
         for slot in scheduler.slots_to_release(pending, views):
             # A server that is still opening, or whose last answer is on its way, is not idle yet.
             answered = not self._calls.outstanding(self._fleet.client(slot).name)
-            if self._fleet.ready(slot) and answered and not self._tail.receives(slot):
-                self._fleet.release(slot)
-                self._board.forget(self._fleet.client(slot).name)  # what it told last may run elsewhere now
+            if not (self._fleet.ready(slot) and answered) or self._tail.receives(slot):
+                continue
+            if self._states_step is not None and slot not in self._collected:
+                self._collect(slot, self._states_step)
+                continue
+            self._fleet.release(slot)
+            self._board.forget(self._fleet.client(slot).name)  # what it told last may run elsewhere now
         if not pending:
             for view in views:
                 if view.outstanding and self._leases.state(view.slot) is SlotState.ROLLOUT:
                     self._change(view.slot, SlotState.DRAINING)
+
+    def _collect(self, slot: int, step: int) -> None:
+        self._collected.add(slot)
+        self._collecting.add(slot)
+        self._fleet.collect(slot, step, self._trainers.add_chunk, lambda: self._collecting.discard(slot))
 
     def _draft(self, wanted: int) -> None:
         pending, views = self._ledger.pending, self._views()
@@ -171,6 +192,7 @@ class RolloutPhase:
         self._board.report(self._fleet.client(slot).name, report)
 
     def _slot_lost(self, slot: int) -> None:
+        self._collecting.discard(slot)
         self._advancing.discard(slot)
         self._board.forget(self._fleet.client(slot).name)
         self._drafting.slot_lost(slot)

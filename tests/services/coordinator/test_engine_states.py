@@ -51,6 +51,27 @@ def test_the_servers_states_reach_every_trainer_and_the_policys_do_not() -> None
     assert world.observer.steps[-1].acceptance_length_live_offline > 1.0
 
 
+def test_the_tail_trains_on_this_steps_early_responses() -> None:
+    """With the policy's states the first tail has nothing to learn from. A server that runs dry has."""
+    world = world_of()
+    chunks: list[tuple[float, int]] = []
+    for drafter in world.drafters:
+        add = drafter.instance.add_chunk
+
+        def noted(chunk: HiddenStateChunk, tensors: Any, add: Any = add) -> None:
+            chunks.append((world.clock(), chunk.step))
+            add(chunk, tensors)
+
+        drafter.instance.add_chunk = noted
+    world.coordinator.run()
+    first = world.observer.steps[0]
+    assert first.drafter_micro_steps > 0 and first.drafting_s > 0
+    ends = {m.step: m.at_s for m in world.observer.steps}
+    rollout = {s.label: s.end_s for s in world.observer.spans if s.role == "draining"}
+    early = [at for at, step in chunks if at < rollout[f"step {step}"]]
+    assert early and all(at <= ends[step] for at, step in chunks)
+
+
 def test_only_work_of_a_step_asks_for_states() -> None:
     world = world_of()
     world.coordinator.run()
@@ -77,6 +98,8 @@ def test_states_that_are_missing_are_told() -> None:
     class Small(FakeRollout):
         def take_states(self, step: int, epoch: int) -> Any:
             chunk, blob = super().take_states(step, epoch)
+            if not chunk.num_sequences:
+                return chunk, blob
             return replace(chunk, num_missing=5, lost_bytes=4096 * (step == 2)), blob
 
     world = world_of()
