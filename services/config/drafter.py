@@ -50,8 +50,8 @@ class DrafterConfig(Section):
     # `spill_bytes` per slot; none: it is dropped.
     spill_dir: SharedFolder | None = None
     spill_bytes: int = Field(4 * 2**30, ge=2**16)
-    micro_step_budget_s: float = Field(0.5, gt=0)  # one call of a trainer; a slot that is wanted cuts it short
-    round_s: float = Field(2.0, gt=0)  # the slots that train are brought together about this often
+    micro_step_budget_s: float = Field(1.0, gt=0)  # one call of a trainer; a slot that is wanted cuts it short
+    round_s: float = Field(5.0, gt=0)  # the slots that train are brought together about this often
     threads: int = Field(1, ge=1)
     # Its training state is kept here, a folder that every slot sees, and a run that finds one there goes on from it.
     checkpoint_dir: SharedFolder | None = None

@@ -339,6 +339,7 @@ def tiny_config(**changes: Any) -> ClusterConfig:
                 "type": "fixed", "strategy": {"drafter": "eagle", "depth": 3, "topk": 1, "num_draft_tokens": 4},
             }
         },
+        "drafter": {"micro_step_budget_s": 0.1, "round_s": 0.5},
         "run": {"steps": 3, "eval_prompts": 5},
         "coordinator": {"lease_s": 5.0, "call_timeout_s": 20.0, "start_timeout_s": 30.0},
     }  # fmt: skip
