@@ -166,6 +166,7 @@ def _timing(config: ClusterConfig, repeats: int, picture: Path | None) -> dict[s
         bench.prepare()
         phases: dict[int, list[_Phase]] = {0: [], slots: []}
         for repeat in range(repeats + 1):
+            bench.close_spans()
             observer.spans.clear()
             for drafters in (0, slots) if repeat % 2 else (slots, 0):
                 phase = bench.measure(drafters)

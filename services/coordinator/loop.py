@@ -14,8 +14,8 @@ Who waits for whom:
 - `score` waits for nobody: reward workers run beside generation, and only `scored` waits for the last of them.
 - While the tail is generated, slots with nothing left to generate train the drafter, as many as pays. Nobody waits for
   the drafter: training stops at the next micro-step when `generate` ends, or when work comes back to its slot.
-- `publish_drafter` waits for the verdict on rollouts that nobody trained on: only what is better than the served drafter
-  goes out.
+- `publish_drafter` waits for the verdict on rollouts that nobody trained on: only what is better than the served
+  drafter goes out.
 - `train_step` waits for all rewards. Rollout servers are idle meanwhile; responses are strictly on-policy.
 - `load` waits for every server to say that it serves exactly the published versions. A server that is lost does not
   hold up the others; it loads before it serves again.
