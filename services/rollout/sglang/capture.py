@@ -101,7 +101,8 @@ class StateCapture:
         low = self._low - count
         if self._full or end > low * NUMBER.itemsize:
             self._full = True
-            self._lost_bytes += len(states) * row_bytes
+            if any(rid is not None for rid in rids):
+                self._lost_bytes += len(states) * row_bytes
             return False
         places = self._arena[end - len(states) * row_bytes : end].view(states.dtype).view(-1, shape[0])
         flat = torch.cat([t.reshape(-1) for t in numbers]).to(NUMBER)
