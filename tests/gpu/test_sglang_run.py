@@ -78,7 +78,7 @@ class Watcher(Recorder):
 def watcher(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Watcher:
     overrides = (
         f"model.path={model / 'target'}", f"run.steps={STEPS}", "run.eval_every=0", "run.eval_prompts=128",
-        f"run.dir={tmp_path_factory.mktemp('run')}", *os.environ.get("LONGTAIL_GPU_RUN", "").split(),
+        f"run.dir={tmp_path_factory.mktemp('run')}", "drafter.training.when=always", *os.environ.get("LONGTAIL_GPU_RUN", "").split(),
     )  # fmt: skip
     config = load_config("reasoner-sglang", overrides=overrides, presets_dir=PRESETS)
     watcher = Watcher()
@@ -103,7 +103,7 @@ def watcher(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Watcher:
 def test_versions_and_acceptance_grow_without_a_restart(watcher: Watcher) -> None:
     calm = watcher.steps[:CALM_STEPS]
     assert [m.policy_version for m in calm] == list(range(1, CALM_STEPS + 1))
-    assert calm[-1].drafter_version >= CALM_STEPS - 2, "a drafter is published nearly every step"
+    assert calm[-1].drafter_version >= CALM_STEPS // 2, "a drafter that got better is published"
     lengths = [m.acceptance_length or 0.0 for m in calm]
     assert sum(lengths[-4:]) / 4 > sum(lengths[:4]) / 4
     lost_at = [e.at_s for e in watcher.events if e.kind in ("slot_lost", "version_mismatch", "server_restarted")]
