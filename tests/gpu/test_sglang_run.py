@@ -78,7 +78,8 @@ class Watcher(Recorder):
 def watcher(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Watcher:
     overrides = (
         f"model.path={model / 'target'}", f"run.steps={STEPS}", "run.eval_every=0", "run.eval_prompts=128",
-        f"run.dir={tmp_path_factory.mktemp('run')}", "drafter.training.when=always", *os.environ.get("LONGTAIL_GPU_RUN", "").split(),
+        f"run.dir={tmp_path_factory.mktemp('run')}", "drafter.training.when=always",
+        *os.environ.get("LONGTAIL_GPU_RUN", "").split(),
     )  # fmt: skip
     config = load_config("reasoner-sglang", overrides=overrides, presets_dir=PRESETS)
     watcher = Watcher()
