@@ -79,7 +79,7 @@ def test_a_bad_configuration_starts_nothing(tmp_path: Path, settings: list[str],
 
 def test_an_unknown_preset_lists_those_that_ship(tmp_path: Path) -> None:
     told = refused("train", "pocket-tinny", cwd=tmp_path)
-    assert "pocket-demo, pocket-learn, pocket-tiny" in told
+    assert "pocket-demo, pocket-learn, pocket-spot, pocket-tiny" in told
 
 
 def test_a_bad_prompt_set_starts_nothing(tmp_path: Path, model: str) -> None:
