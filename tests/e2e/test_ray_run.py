@@ -20,7 +20,7 @@ from tests.services.coordinator.fakes import Recorder
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
-STEPS, PROMPTS, GROUP = 5, 12, 4
+STEPS, PROMPTS, GROUP = 7, 12, 4
 
 
 @dataclass
