@@ -40,7 +40,6 @@ from services.coordinator.worth import Worth
 from services.core.energy import EnergyClient, GpuName
 from services.core.errors import LongtailError, ServiceLostError, StopRequested
 from services.core.protocols import (
-    Blob,
     Clock,
     Pending,
 )
@@ -134,11 +133,6 @@ class Coordinator:
 
     def latest(self) -> ProgressView:
         return self._board.latest
-
-    @property
-    def drafter_state(self) -> Blob | None:
-        """What the drafter has learned, published or not."""
-        return self._drafting.live
 
     @property
     def published_drafter(self) -> Published | None:

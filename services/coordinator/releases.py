@@ -12,7 +12,9 @@ from services.core.types import AcceptanceEstimate, RunEvent
 
 
 class Releases:
-    """`frozen` is the state of version 0, kept for comparison; `served` that of the version published last."""
+    """`frozen` is the state of version 0, kept for comparison; `served` that of the version published last. `gain`: what
+    the state that `publish` considered adds to the served one's acceptance length, relative; None when it considered
+    none, or nobody measured."""
 
     def __init__(
         self,
@@ -31,7 +33,7 @@ class Releases:
         self._turn = turn
         self._version = 0
         self._asked: Blob | None = None  # the live state that was last asked about
-        self._gain: float | None = None
+        self.gain: float | None = None
         self.estimates: dict[str, AcceptanceEstimate] = {}
 
     def go_on(self, version: int, live: Blob | None) -> None:
@@ -41,19 +43,13 @@ class Releases:
     def estimate(self, live: Blob | None) -> None:
         """Ask one trainer how well the live, the served and the first drafter fit the newest hidden states, before any
         of it is trained on."""
-        self.estimates, self._asked, self._gain = {}, live, None
+        self.estimates, self._asked, self.gain = {}, live, None
         newest, up = self._trainers.newest, self._trainers.up
         if newest is None or not up or live is None or self._served is None or self._frozen is None:
             return
         states = {"live": live, "served": self._served, "frozen": self._frozen}
         slot, client = up[0], self._trainers.clients[up[0]]
         self._trainers.identified(slot, lambda: self._trainers.post(slot, client.estimate(states, newest), self._heard))
-
-    @property
-    def gain(self) -> float | None:
-        """What was learned since the served version adds to the acceptance length, relative; None when nothing was
-        learned or not measured. Asked after `publish`, it is about the state that was considered there."""
-        return self._gain
 
     def _heard(self, estimates: list[AcceptanceEstimate]) -> None:
         self.estimates = {e.drafter: e for e in estimates}
@@ -88,7 +84,7 @@ class Releases:
         new, old = (self.estimates.get(name) for name in ("live", "served"))
         if new is None or old is None or self._asked is not live:
             return False  # a trainer was lost before it answered: the next step asks again
-        self._gain = new.acceptance_length / old.acceptance_length - 1
+        self.gain = new.acceptance_length / old.acceptance_length - 1
         if new.acceptance_length > old.acceptance_length:
             return True
         self._tell(

@@ -58,6 +58,16 @@ def _draw_row(frame: Frame, spans: Sequence[SlotSpan], y: float, exact: bool) ->
         frame.add(f'<path d="{"".join(parts)}" class="{cls}"/>')
 
 
+def _draw_rows(frame: Frame, slots: Sequence[str], spans: Sequence[SlotSpan], left: float, width: int) -> None:
+    """Every slot's name, track and bars, from `left` on."""
+    for i, slot in enumerate(slots):
+        y = 26 + _ROW * i + (_ROW - _BAR) / 2
+        short = slot if len(slot) <= 18 else slot[:17] + "\u2026"
+        frame.text(left - 8, y + _BAR / 2 + 4, short, "t strong", "end")
+        frame.rect(left, y, width - left - 10, _BAR, "track")
+        _draw_row(frame, [s for s in spans if s.slot == slot], y, len(spans) <= _EXACT)
+
+
 def draw_timeline(spans: Sequence[SlotSpan], width: int = 1160) -> str:
     """A stand-alone SVG of spans, from the first one's start to the last one's end, with its legend."""
     slots, row = _slots(spans), 30
@@ -66,10 +76,7 @@ def draw_timeline(spans: Sequence[SlotSpan], width: int = 1160) -> str:
     frame = Frame(width, height + row, (0.0, end - start), (0, 1), left=70, right=10, bottom=28 + row)
     frame.add(f'<rect width="{width}" height="{height + row}" fill="#ffffff"/>')
     shifted = [replace(s, start_s=s.start_s - start, end_s=s.end_s - start) for s in spans]
-    for i, slot in enumerate(slots):
-        y = 26 + _ROW * i + (_ROW - _BAR) / 2
-        frame.text(62, y + _BAR / 2 + 4, slot, "t strong", "end")
-        _draw_row(frame, [s for s in shifted if s.slot == slot], y, len(spans) <= _EXACT)
+    _draw_rows(frame, slots, shifted, 70, width)
     frame.x_axis("seconds", count=8)
     used = [role for role in ROLES if role in {s.role for s in spans}]
     for i, role in enumerate(used):
@@ -100,12 +107,7 @@ def _draw(run: RunData, window: tuple[float, float], width: int, marks: Sequence
     height = 26 + _ROW * len(slots) + 38
     frame = Frame(width, height, window, (0, 1), left=left, right=10)
     inside = [s for s in run.spans if s.end_s > window[0] and s.start_s < window[1]]
-    for i, slot in enumerate(slots):
-        y = 26 + _ROW * i + (_ROW - _BAR) / 2
-        short = slot if len(slot) <= 18 else slot[:17] + "\u2026"
-        frame.text(left - 8, y + _BAR / 2 + 4, short, "t strong", "end")
-        frame.rect(left, y, width - left - 10, _BAR, "track")
-        _draw_row(frame, [s for s in inside if s.slot == slot], y, len(inside) <= _EXACT)
+    _draw_rows(frame, slots, inside, left, width)
     for at_s, text in marks:
         x = frame.px(at_s)
         frame.line(x, 22, x, height - frame.bottom, "mark")

@@ -55,7 +55,7 @@ def test_all_idle_slots_train_together_and_nothing_they_learn_is_lost() -> None:
     assert any(a.slot != b.slot and a.start_s < b.end_s and b.start_s < a.end_s for a in spans for b in spans)
     done = sum(d.instance.micro_steps_done for d in world.drafters)
     assert sum(d.instance.merges for d in world.drafters) > 0
-    assert world.coordinator.drafter_state.result(0.0)["trained"] == done  # type: ignore[attr-defined]
+    assert world.coordinator._drafting.live.result(0.0)["trained"] == done  # type: ignore[attr-defined]
     assert done == sum(m.drafter_micro_steps for m in world.observer.steps)
 
 
