@@ -12,9 +12,9 @@ from services.core.types import AcceptanceEstimate, RunEvent
 
 
 class Releases:
-    """`frozen` is the state of version 0, kept for comparison; `served` that of the version published last. `gain`: what
-    the state that `publish` considered adds to the served one's acceptance length, relative; None when it considered
-    none, or nobody measured."""
+    """`frozen` is the state of version 0, kept for comparison; `served` that of the version published last. `gain`:
+    what the state that `publish` considered adds to the served one's acceptance length, relative; None when it
+    considered none, or nobody measured."""
 
     def __init__(
         self,
