@@ -91,7 +91,7 @@ def _run(config: ClusterConfig, folder: RunFolder) -> None:
     else:
         from deploy.cluster import run_on_ray
 
-        run_on_ray(config, folder, on_drafter=export, on_start=lambda _handles: interrupt_on_sigterm())
+        run_on_ray(config, folder, on_drafter=export, on_start=lambda _: interrupt_on_sigterm(), run_id=folder.run_id)
 
 
 def _micro_steps(run_dir: Path) -> int:

@@ -30,6 +30,7 @@ from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from deploy.inputs import load_inputs
 from deploy.metering import plan_meters, seats, start_meters
+from deploy.naming import NAMESPACE, actor_name, nameless_run_id
 from deploy.placement import TRAINER_ENV, ActorPlan, actor_env, bundles, check_resources, machine_cpus, plan_actors
 from deploy.processes import descendants, end_processes
 from services.config.schema import ClusterConfig
@@ -57,20 +58,21 @@ def run_on_ray(
     observer: RunObserver,
     on_drafter: Callable[[int, Mapping[str, Any]], None] = lambda version, tensors: None,
     on_start: Callable[[Handles], None] = lambda handles: None,
+    run_id: str | None = None,
 ) -> dict[str, Any]:
     """One run to its summary. The observer is finished in every case, also when the run fails or is stopped.
 
     `on_drafter` gets (version, trainable tensors) of the drafter published last, before the observer is finished.
-    `on_start` gets the actor handles by name. Raises StopRequested after Ctrl-C.
+    `on_start` gets the actor handles by name. `run_id` is part of the actors' names. Raises StopRequested after Ctrl-C.
     """
-    inputs = load_inputs(config)
+    inputs, run_id = load_inputs(config), run_id or nameless_run_id()
     watch = _Watch(observer, on_drafter, config.coordinator.max_restarts)
     try:
-        with ray_session(config), actors(config, inputs) as handles:
+        with ray_session(config), actors(config, inputs, run_id) as handles:
             meters = start_energy(handles, config.coordinator.start_timeout_s)
             meters.tell(handles["coordinator"])
             on_start(handles)
-            return watch.follow(handles["coordinator"], partial(_replaced, config, inputs, handles, meters))
+            return watch.follow(handles["coordinator"], partial(_replaced, config, inputs, run_id, handles, meters))
     except KeyboardInterrupt:
         watch.finish_for("stopped", None)
         raise StopRequested("stopped before the run began or before it reached a safe point") from None
@@ -92,6 +94,7 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
     before = descendants()
     ray.init(
         address=address if address is not None else "local",
+        namespace=NAMESPACE,
         logging_level=logging.ERROR,
         log_to_driver=False,
         configure_logging=True,
@@ -107,8 +110,9 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
 
 
 @contextmanager
-def actors(config: ClusterConfig, inputs: Inputs) -> Iterator[Handles]:
+def actors(config: ClusterConfig, inputs: Inputs, run_id: str | None = None) -> Iterator[Handles]:
     """Every actor of the run, constructed and answering."""
+    run_id = run_id or nameless_run_id()
     group = _slots(config)
     handles: Handles = {}
     try:
@@ -116,9 +120,9 @@ def actors(config: ClusterConfig, inputs: Inputs) -> Iterator[Handles]:
         lenders = {p.slot for p in plans if p.borrows_gpu}
         lent = {slot: first_gpu(group, slot, config) for slot in sorted(s for s in lenders if s is not None)}
         for plan in plans:
-            handles[plan.name] = _start(plan, config, group, lent)
+            handles[plan.name] = _start(plan, config, run_id, group, lent)
         # Last, so that of several that cannot start the coordinator, which waits for the others, is named last.
-        handles["coordinator"] = _start_coordinator(config, inputs, handles, None)
+        handles["coordinator"] = _start_coordinator(config, inputs, run_id, handles, None)
         _await_all(handles, config.coordinator.start_timeout_s)
         yield handles
     finally:
@@ -168,11 +172,12 @@ def _gpu_ids() -> list[str]:
     return ids
 
 
-def _start(plan: ActorPlan, config: ClusterConfig, group: Any, lent: Mapping[int, str]) -> Any:
+def _start(plan: ActorPlan, config: ClusterConfig, run_id: str, group: Any, lent: Mapping[int, str]) -> Any:
     env = actor_env(plan.threads) | (TRAINER_ENV if plan.kind in ("policy", "drafter") else {})
     if plan.borrows_gpu and plan.slot is not None:
         env["CUDA_VISIBLE_DEVICES"] = lent[plan.slot]
     options: dict[str, Any] = {
+        "name": actor_name(run_id, plan.name),
         "num_cpus": plan.cpus,
         "num_gpus": plan.gpus,
         "max_restarts": plan.restarts,
@@ -187,17 +192,26 @@ def _start(plan: ActorPlan, config: ClusterConfig, group: Any, lent: Mapping[int
     return remote_class(plan.kind).options(**options).remote(*arguments)
 
 
-def _start_coordinator(config: ClusterConfig, inputs: Inputs, handles: Handles, takeover: Takeover | None) -> Any:
+def _start_coordinator(
+    config: ClusterConfig, inputs: Inputs, run_id: str, handles: Handles, takeover: Takeover | None
+) -> Any:
     """Ray does not restart it: another one must know that it takes over."""
+    incarnation = f"-{takeover.incarnation}" if takeover else ""  # Ray frees the name of a dead one in its own time
     made = ray.remote(CoordinatorActor).options(
-        num_cpus=0, max_restarts=0, max_concurrency=4, runtime_env={"env_vars": actor_env(1)}
+        name=actor_name(run_id, f"coordinator{incarnation}"),
+        num_cpus=0,
+        max_restarts=0,
+        max_concurrency=4,
+        runtime_env={"env_vars": actor_env(1)},
     )
     others = {name: handle for name, handle in handles.items() if name != "coordinator"}
     return made.remote(config, inputs, others, takeover)
 
 
-def _replaced(config: ClusterConfig, inputs: Inputs, handles: Handles, meters: EnergyMeters, takeover: Takeover) -> Any:
-    handles["coordinator"] = coordinator = _start_coordinator(config, inputs, handles, takeover)
+def _replaced(
+    config: ClusterConfig, inputs: Inputs, run_id: str, handles: Handles, meters: EnergyMeters, takeover: Takeover
+) -> Any:
+    handles["coordinator"] = coordinator = _start_coordinator(config, inputs, run_id, handles, takeover)
     _await_all({"coordinator": coordinator}, config.coordinator.start_timeout_s)
     meters.tell(coordinator)
     return coordinator

@@ -15,9 +15,9 @@ from services.config.naming import strategy_name
 from services.config.schema import ClusterConfig
 from services.coordinator import loop
 from services.coordinator.alarms import useless_drafter
+from services.coordinator.assembly import Parts, make_drafting, make_phase
 from services.coordinator.calls import Calls
 from services.coordinator.comparison import OFF, compare
-from services.coordinator.drafting import Drafting
 from services.coordinator.fleet import Fleet, Patience, Published
 from services.coordinator.leases import LeaseBook
 from services.coordinator.ledger import FinishedGroup
@@ -27,12 +27,10 @@ from services.coordinator.observer import RunObserver
 from services.coordinator.progress import ProgressBoard
 from services.coordinator.releases import Releases
 from services.coordinator.resume import Takeover, takeover_message
-from services.coordinator.rollout_phase import RolloutPhase
 from services.coordinator.scoring import Scoring
 from services.coordinator.services import Inputs, Services
 from services.coordinator.stats import group_stats
 from services.coordinator.summary import Summary
-from services.coordinator.tail_moves import TailMoves
 from services.coordinator.timeline import Timeline
 from services.coordinator.trainers import Trainers
 from services.coordinator.work import make_work, prompts_of_step
@@ -89,12 +87,13 @@ class Coordinator:
         self._trainers = Trainers(
             services.drafters, self._calls, clock, self._patience, self._tell, config.drafter.buffer_bytes
         )
-        self._drafting = self._make_drafting()
+        parts = Parts(config, self._fleet, self._trainers, self._leases, self._calls, clock, self._tell)
+        self._drafting = make_drafting(parts, services.initial_drafter)
         self._releases = Releases(
             self._trainers, services.initial_drafter, clock, self._patience, self._tell, self._calls.turn
         )
         self._worth = Worth(config.drafter.training)
-        self._phase = self._make_phase()
+        self._phase = make_phase(parts, self._drafting, self._board)
         self._scoring = Scoring(services.reward, self._calls, clock, self._patience, self._tell)
 
     def measure_energy(self, meters: Sequence[EnergyClient], users: Mapping[str, Sequence[GpuName]]) -> None:
@@ -308,47 +307,6 @@ class Coordinator:
         return [r for g in groups for r in g.rollouts], seconds
 
     # ------------------------------------------------------------------ small helpers
-
-    def _make_drafting(self) -> Drafting:
-        drafter = self._config.drafter
-        return Drafting(
-            self._trainers,
-            self._services.initial_drafter,
-            self._fleet,
-            self._leases,
-            self._calls,
-            self._clock,
-            self._tell,
-            budget_s=drafter.micro_step_budget_s,
-            round_s=drafter.round_s,
-            checkpoints=drafter.checkpoint_dir is not None,
-        )
-
-    def _make_phase(self) -> RolloutPhase:
-        rollout = self._config.rollout
-        tail = TailMoves(
-            rollout.consolidate,
-            self._fleet,
-            self._leases,
-            self._calls,
-            self._clock,
-            self._tell,
-            capacity=rollout.engine.max_running,
-            advance_budget_s=rollout.advance_budget_s,
-            call_timeout_s=self._patience.call_s,
-        )
-        return RolloutPhase(
-            self._fleet,
-            self._trainers,
-            self._drafting,
-            self._leases,
-            self._calls,
-            self._clock,
-            self._board,
-            max_running=rollout.engine.max_running,
-            call_timeout_s=self._patience.call_s,
-            tail=tail,
-        )
 
     def _ask_policy(self, pending: Pending[T]) -> T:
         try:

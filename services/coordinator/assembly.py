@@ -1,0 +1,74 @@
+"""The larger parts of a coordinator, put together from its config and from the small parts that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.config.schema import ClusterConfig
+from services.coordinator.calls import Calls
+from services.coordinator.drafting import Drafting
+from services.coordinator.fleet import Fleet
+from services.coordinator.leases import LeaseBook
+from services.coordinator.progress import ProgressBoard
+from services.coordinator.rollout_phase import RolloutPhase
+from services.coordinator.tail_moves import TailMoves
+from services.coordinator.trainers import Trainers
+from services.core.protocols import Blob, Clock
+from services.core.types import RunEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What everything that works on slots shares."""
+
+    config: ClusterConfig
+    fleet: Fleet
+    trainers: Trainers
+    leases: LeaseBook
+    calls: Calls
+    clock: Clock
+    tell: Callable[[str, str, str], RunEvent]
+
+
+def make_drafting(parts: Parts, initial_drafter: Blob | None) -> Drafting:
+    drafter = parts.config.drafter
+    return Drafting(
+        parts.trainers,
+        initial_drafter,
+        parts.fleet,
+        parts.leases,
+        parts.calls,
+        parts.clock,
+        parts.tell,
+        budget_s=drafter.micro_step_budget_s,
+        round_s=drafter.round_s,
+        checkpoints=drafter.checkpoint_dir is not None,
+    )
+
+
+def make_phase(parts: Parts, drafting: Drafting, board: ProgressBoard) -> RolloutPhase:
+    rollout, call_timeout_s = parts.config.rollout, parts.config.coordinator.call_timeout_s
+    tail = TailMoves(
+        rollout.consolidate,
+        parts.fleet,
+        parts.leases,
+        parts.calls,
+        parts.clock,
+        parts.tell,
+        capacity=rollout.engine.max_running,
+        advance_budget_s=rollout.advance_budget_s,
+        call_timeout_s=call_timeout_s,
+    )
+    return RolloutPhase(
+        parts.fleet,
+        parts.trainers,
+        drafting,
+        parts.leases,
+        parts.calls,
+        parts.clock,
+        board,
+        max_running=rollout.engine.max_running,
+        call_timeout_s=call_timeout_s,
+        tail=tail,
+    )
