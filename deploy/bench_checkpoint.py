@@ -28,6 +28,7 @@ from services.models.device import pick_device
 from services.models.drafter import Drafter
 from services.models.hidden import HiddenStates
 from services.models.layers import ModelSpec, model_spec
+from services.weights.checkpoint import CheckpointWriter
 
 HIDDEN, INTERMEDIATE, HEADS, VOCAB = 512, 1408, 8, 32000  # of the target
 SEQUENCE, SEQUENCES = 96, 4

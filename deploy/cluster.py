@@ -29,10 +29,12 @@ from actors.policy import PolicyActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from deploy.inputs import load_inputs
+from deploy.leftovers import await_names_free
 from deploy.metering import plan_meters, seats, start_meters
-from deploy.naming import NAMESPACE, actor_name, nameless_run_id
+from deploy.naming import NAMESPACE, actor_name
 from deploy.placement import TRAINER_ENV, ActorPlan, actor_env, bundles, check_resources, machine_cpus, plan_actors
 from deploy.processes import descendants, end_processes
+from deploy.resuming import Start, nameless_start
 from services.config.schema import ClusterConfig
 from services.coordinator.observer import RunObserver
 from services.coordinator.resume import RunMemory, Takeover
@@ -58,17 +60,20 @@ def run_on_ray(
     observer: RunObserver,
     on_drafter: Callable[[int, Mapping[str, Any]], None] = lambda version, tensors: None,
     on_start: Callable[[Handles], None] = lambda handles: None,
-    run_id: str | None = None,
+    start: Start | None = None,
 ) -> dict[str, Any]:
-    """One run to its summary. The observer is finished in every case, also when the run fails or is stopped.
+    """One run to its summary; without `start` a new one that writes no checkpoints. The observer is finished in every
+    case, also when the run fails or is stopped.
 
     `on_drafter` gets (version, trainable tensors) of the drafter published last, before the observer is finished.
-    `on_start` gets the actor handles by name. `run_id` is part of the actors' names. Raises StopRequested after Ctrl-C.
+    `on_start` gets the actor handles by name. Raises StopRequested after Ctrl-C.
     """
-    inputs, run_id = load_inputs(config), run_id or nameless_run_id()
-    watch = _Watch(observer, on_drafter, config.coordinator.max_restarts)
+    start = start or nameless_start()
+    config, run_id = start.fitted(config), start.run_id
+    inputs = load_inputs(config)
+    watch = _Watch(observer, on_drafter, config.coordinator.max_restarts, start.takeover)
     try:
-        with ray_session(config), actors(config, inputs, run_id) as handles:
+        with ray_session(config), actors(config, inputs, start) as handles:
             meters = start_energy(handles, config.coordinator.start_timeout_s)
             meters.tell(handles["coordinator"])
             on_start(handles)
@@ -110,9 +115,11 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
 
 
 @contextmanager
-def actors(config: ClusterConfig, inputs: Inputs, run_id: str | None = None) -> Iterator[Handles]:
+def actors(config: ClusterConfig, inputs: Inputs, start: Start | None = None) -> Iterator[Handles]:
     """Every actor of the run, constructed and answering."""
-    run_id = run_id or nameless_run_id()
+    start = start or nameless_start()
+    config, run_id = start.fitted(config), start.run_id
+    await_names_free(run_id, config.coordinator.start_timeout_s)
     group = _slots(config)
     handles: Handles = {}
     try:
@@ -120,9 +127,9 @@ def actors(config: ClusterConfig, inputs: Inputs, run_id: str | None = None) -> 
         lenders = {p.slot for p in plans if p.borrows_gpu}
         lent = {slot: first_gpu(group, slot, config) for slot in sorted(s for s in lenders if s is not None)}
         for plan in plans:
-            handles[plan.name] = _start(plan, config, run_id, group, lent)
+            handles[plan.name] = _start(plan, config, start, group, lent)
         # Last, so that of several that cannot start the coordinator, which waits for the others, is named last.
-        handles["coordinator"] = _start_coordinator(config, inputs, run_id, handles, None)
+        handles["coordinator"] = _start_coordinator(config, inputs, run_id, handles, start.takeover)
         _await_all(handles, config.coordinator.start_timeout_s)
         yield handles
     finally:
@@ -172,12 +179,12 @@ def _gpu_ids() -> list[str]:
     return ids
 
 
-def _start(plan: ActorPlan, config: ClusterConfig, run_id: str, group: Any, lent: Mapping[int, str]) -> Any:
+def _start(plan: ActorPlan, config: ClusterConfig, start: Start, group: Any, lent: Mapping[int, str]) -> Any:
     env = actor_env(plan.threads) | (TRAINER_ENV if plan.kind in ("policy", "drafter") else {})
     if plan.borrows_gpu and plan.slot is not None:
         env["CUDA_VISIBLE_DEVICES"] = lent[plan.slot]
     options: dict[str, Any] = {
-        "name": actor_name(run_id, plan.name),
+        "name": actor_name(start.run_id, plan.name),
         "num_cpus": plan.cpus,
         "num_gpus": plan.gpus,
         "max_restarts": plan.restarts,
@@ -188,7 +195,9 @@ def _start(plan: ActorPlan, config: ClusterConfig, run_id: str, group: Any, lent
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=plan.slot
         )
-    arguments = (config,) if plan.slot is None else (config, plan.slot)
+    arguments: list[Any] = [config] if plan.slot is None else [config, plan.slot]
+    if plan.kind == "policy":
+        arguments.append(start.checkpoints)
     return remote_class(plan.kind).options(**options).remote(*arguments)
 
 
@@ -196,7 +205,8 @@ def _start_coordinator(
     config: ClusterConfig, inputs: Inputs, run_id: str, handles: Handles, takeover: Takeover | None
 ) -> Any:
     """Ray does not restart it: another one must know that it takes over."""
-    incarnation = f"-{takeover.incarnation}" if takeover else ""  # Ray frees the name of a dead one in its own time
+    # Ray frees the name of a dead one in its own time
+    incarnation = f"-{takeover.incarnation}" if takeover and not takeover.resumed else ""
     made = ray.remote(CoordinatorActor).options(
         name=actor_name(run_id, f"coordinator{incarnation}"),
         num_cpus=0,
@@ -282,23 +292,27 @@ class _Watch:
     exactly once."""
 
     def __init__(
-        self, observer: RunObserver, on_drafter: Callable[[int, Mapping[str, Any]], None], restarts: int
+        self,
+        observer: RunObserver,
+        on_drafter: Callable[[int, Mapping[str, Any]], None],
+        restarts: int,
+        before: Takeover | None,
     ) -> None:
-        self._observer = RunMemory(observer)
+        self._observer = RunMemory.of(observer, before)
         self._on_drafter = on_drafter
-        self._restarts = restarts
+        self._last_incarnation = self._observer.incarnation + restarts
+        self._started_s = time.monotonic() - (before.elapsed_s if before else 0.0)
         self._summary: Mapping[str, Any] | None = None
         self._finished = False
 
     def follow(self, coordinator: Any, replace: Callable[[Takeover], Any]) -> dict[str, Any]:
-        started = time.monotonic()
         while True:
             try:
                 return self._follow(coordinator)
             except ServiceLostError as error:
-                if error.name != "coordinator" or self._observer.incarnation >= self._restarts:
+                if error.name != "coordinator" or self._observer.incarnation >= self._last_incarnation:
                     raise
-                elapsed_s = time.monotonic() - started
+                elapsed_s = time.monotonic() - self._started_s
                 self._observer.event(RunEvent(elapsed_s, "coordinator_lost", "coordinator", error.reason))
                 coordinator = replace(self._observer.takeover(elapsed_s))
 

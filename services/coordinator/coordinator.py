@@ -17,6 +17,7 @@ from services.coordinator import loop
 from services.coordinator.alarms import useless_drafter
 from services.coordinator.assembly import Parts, make_drafting, make_phase
 from services.coordinator.calls import Calls
+from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.comparison import OFF, compare
 from services.coordinator.fleet import Fleet, Patience, Published
 from services.coordinator.leases import LeaseBook
@@ -26,7 +27,7 @@ from services.coordinator.metrics import StepFacts, step_metrics
 from services.coordinator.observer import RunObserver
 from services.coordinator.progress import ProgressBoard
 from services.coordinator.releases import Releases
-from services.coordinator.resume import Takeover, takeover_message
+from services.coordinator.resume import Takeover, drafter_version_after, resumed_message, takeover_message
 from services.coordinator.scoring import Scoring
 from services.coordinator.services import Inputs, Services
 from services.coordinator.stats import group_stats
@@ -95,6 +96,7 @@ class Coordinator:
         self._worth = Worth(config.drafter.training)
         self._phase = make_phase(parts, self._drafting, self._board)
         self._scoring = Scoring(services.reward, self._calls, clock, self._patience, self._tell)
+        self.checkpoints = Checkpoints(config.run, services.policy, self._calls, self._patience, inputs.train)
 
     def measure_energy(self, meters: Sequence[EnergyClient], users: Mapping[str, Sequence[GpuName]]) -> None:
         """Before `run`. `users`: the GPUs of "slot <i>" and "policy"."""
@@ -112,10 +114,12 @@ class Coordinator:
             self._take_over()
             loop.train(self, self._config.run.steps, self._config.run.eval_every)
             self._compare()
+            self.checkpoints.flush()
             self._board.enter("finished")
             status, error = "finished", ""
         except (StopRequested, KeyboardInterrupt):  # the latter with every service in this process
             status, error = "stopped", ""
+            self._checkpoint_before_stopping()
             raise
         except LongtailError as problem:
             error = str(problem)
@@ -138,18 +142,32 @@ class Coordinator:
         return self._fleet.drafter
 
     def _take_over(self) -> None:
-        """Find out what an earlier coordinator left with servers and trainers."""
+        """Find out what an earlier coordinator left with servers and trainers, or a checkpoint with the policy."""
         if self._takeover is None:
             return
         self._steps_done = self._ask_policy(self._services.policy.steps_done())
+        pending, kept_live, kept_served = self._services.policy.restored()
+        note = self._ask_policy(pending)
+        news = None if note is None else self.checkpoints.go_on(note)
         served = self._fleet.survey()
-        version = max([self._takeover.drafter_version, *(v.drafter for v in served if v.drafter is not None)])
-        live = self._trainers.recover()
+        live, source = self._trainers.recover(), "what a trainer held"
+        serve = live
+        if live is None and note is not None and note.drafter_version is not None:
+            live, serve, source = kept_live, kept_served if note.drafter_ahead else kept_live, "the checkpoint"
         if live is not None:
             self._drafting.live = live
-        self._releases.go_on(version + 1, self._drafting.live)
-        message = takeover_message(self._takeover, len(served), live is not None, version + 1)
-        self._tell("coordinator_returned", "coordinator", message)
+        else:
+            serve, source = self._drafting.live, "its first state"
+        known = max(self._takeover.drafter_version, note.drafter_version or 0 if note else 0)
+        version = drafter_version_after(known, served)
+        self._releases.go_on(version, serve)
+        if self._takeover.resumed:
+            self._tell("run_resumed", "run", resumed_message(self._steps_done, self._config.run.steps, note))
+        else:
+            message = takeover_message(self._takeover, len(served), source, version)
+            self._tell("coordinator_returned", "coordinator", message)
+        if news is not None:
+            self._tell("prompts_changed", "run", news)
 
     # ------------------------------------------------------------------ the verbs: rollout and reward
 
@@ -158,8 +176,8 @@ class Coordinator:
         return self._steps_done
 
     def prompts(self, step: int) -> Sequence[Prompt]:
-        run = self._config.run
-        return prompts_of_step(self._inputs.train, step, self._config.rollout.prompts_per_step, run.seed)
+        run, since = self._config.run, self.checkpoints.data.since
+        return prompts_of_step(self._inputs.train, step - since, self._config.rollout.prompts_per_step, run.seed)
 
     def generate(self, step: int, prompts: Sequence[Prompt]) -> Iterator[FinishedGroup]:
         rollout = self._config.rollout
@@ -202,6 +220,7 @@ class Coordinator:
 
     def train_step(self, batch: TrainBatch) -> None:
         policy = self._services.policy
+        self.checkpoints.recorded = None
         self._board.enter("policy")
         with self._timed("policy"), self._timeline.span("policy", "policy"):
             report, pending, blob = policy.train_step(batch)
@@ -266,6 +285,7 @@ class Coordinator:
         self._summary.steps.append(metrics)
         self._observer.step(metrics)
         self._observer.rollouts(step, self._facts.groups)
+        self.checkpoints.recorded = step
         alarm = useless_drafter(self._summary.steps)
         if alarm is not None:
             self._tell("drafter_useless", "drafter", alarm)
@@ -273,6 +293,21 @@ class Coordinator:
         news = self._worth.step(rollouts, self._releases.gain)
         if news is not None and self._config.drafter.training.when == "auto":
             self._tell("drafter_rests" if self._worth.resting else "drafter_trains", "drafter", news)
+
+    def checkpoint(self, step: int) -> None:
+        if self.checkpoints.due(step):
+            self._save_checkpoint(step)
+
+    def _save_checkpoint(self, step: int) -> None:
+        version = self._fleet.drafter.version if self._fleet.drafter else None
+        chunks = self._trainers.chunks
+        self.checkpoints.save(step, self._drafting.live, self._releases.served, version, chunks)
+
+    def _checkpoint_before_stopping(self) -> None:
+        step = self.checkpoints.recorded
+        if step is not None and self.checkpoints.can_save_now:
+            self._save_checkpoint(step)
+        self.checkpoints.flush()
 
     # ------------------------------------------------------------------ speculation off against on
 

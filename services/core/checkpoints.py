@@ -1,7 +1,7 @@
 """What a checkpoint of a run says in plain values, and how checkpoint folders are called.
 
-    FOLDER/step-0000000012/manifest.json         what it is; there is none without it
-    FOLDER/step-0000000012/state.safetensors     the tensors (services/weights/checkpoint.py)
+FOLDER/step-0000000012/manifest.json         what it is; there is none without it
+FOLDER/step-0000000012/state.safetensors     the tensors (services/weights/checkpoint.py)
 """
 
 from __future__ import annotations
@@ -19,6 +19,14 @@ _NAME = re.compile(r"step-(\d{10})")
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointPlan:
+    """Where a run's checkpoints go, an absolute path inside its run folder, and which one it goes on from."""
+
+    folder: Path
+    start: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DataPosition:
     """`fingerprint` of the training prompts in their order; `since`: the last step that took prompts of another set.
     Which prompts a step takes follows from its number, so this is all there is of a cursor."""
@@ -30,12 +38,14 @@ class DataPosition:
 @dataclass(frozen=True, slots=True)
 class CheckpointNote:
     """What a checkpoint keeps beside the tensors. `step`: the last one trained on. `drafter_version`: of the drafter
-    served, None without one. `buffer`: the chunks that the drafter trainers had to learn from (their data is not kept).
+    served, None without one; `drafter_ahead`: the one that trains has learned more. `buffer`: the chunks that
+    the drafter trainers had to learn from (their data is not kept).
     `counters`: totals that must not fall back to 0 when a run is resumed."""
 
     step: int
     drafter_version: int | None
     data: DataPosition
+    drafter_ahead: bool = False
     buffer: tuple[HiddenStateChunk, ...] = ()
     counters: Mapping[str, float] = field(default_factory=dict)
 
@@ -44,6 +54,7 @@ class CheckpointNote:
             "step": self.step,
             "drafter_version": self.drafter_version,
             "data": asdict(self.data),
+            "drafter_ahead": self.drafter_ahead,
             "buffer": [asdict(chunk) for chunk in self.buffer],
             "counters": dict(self.counters),
         }
@@ -55,6 +66,7 @@ def read_note(row: Mapping[str, Any]) -> CheckpointNote:
         step=row["step"],
         drafter_version=row["drafter_version"],
         data=DataPosition(**row["data"]),
+        drafter_ahead=row["drafter_ahead"],
         buffer=tuple(HiddenStateChunk(**chunk) for chunk in row["buffer"]),
         counters=row["counters"],
     )

@@ -143,8 +143,8 @@ def read_state(place: Path, manifest: Mapping[str, Any], kind: CheckpointKind) -
     try:
         if file.stat().st_size != manifest["bytes"] or _digest(file) != manifest["sha256"]:
             raise DataError(
-                f"{kind.name} checkpoint {place}: {STATE_FILE} is not what was written: remove the folder to go on from "
-                "the checkpoint before"
+                f"{kind.name} checkpoint {place}: {STATE_FILE} is not what was written: remove the folder to go on "
+                "from the checkpoint before"
             )
         return load_file(file)
     except (OSError, KeyError, SafetensorError) as error:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.core.errors import DataError, WaitTimeoutError
 from services.core.checkpoints import MANIFEST
 from services.core.checkpoints import whole_checkpoints as checkpoints
+from services.core.errors import DataError, WaitTimeoutError
 from services.drafter.checkpoint import MOMENTS, checkpoint_writer, read_checkpoint, snapshot_of, starting_state
 from services.drafter.service import build_drafter_service
 from services.models.files import read_config
