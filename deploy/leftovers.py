@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import ray
@@ -18,13 +19,13 @@ def await_names_free(run_id: str, timeout_s: float) -> None:
     while left := _actors_of(run_id):
         if time.monotonic() > give_up_s:
             raise WaitTimeoutError(
-                f"actors of an earlier start of this run are still there after {timeout_s:.0f} s: {', '.join(left)}. Stop "
-                "the job they belong to, or set another run.id"
+                f"actors of an earlier start of this run are still there after {timeout_s:.0f} s: {', '.join(left)}. "
+                "Stop the job they belong to, or set another run.id"
             )
         time.sleep(POLL_S)
 
 
 def _actors_of(run_id: str) -> list[str]:
     found = ray.util.list_named_actors(all_namespaces=True)
-    ours = [actor["name"] for actor in found if actor["namespace"] == NAMESPACE]
-    return sorted(name for name in ours if name.startswith(actor_name(run_id, "")))
+    ours = re.compile(re.escape(actor_name(run_id, "")) + r"(rollout|drafter|policy|reward|coordinator)(-\d+)?")
+    return sorted(a["name"] for a in found if a["namespace"] == NAMESPACE and ours.fullmatch(a["name"]))

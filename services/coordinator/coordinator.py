@@ -26,8 +26,9 @@ from services.coordinator.metering import Metering, method_word
 from services.coordinator.metrics import StepFacts, step_metrics
 from services.coordinator.observer import RunObserver
 from services.coordinator.progress import ProgressBoard
+from services.coordinator.recovery import Recovery
 from services.coordinator.releases import Releases
-from services.coordinator.resume import Takeover, drafter_version_after, resumed_message, takeover_message
+from services.coordinator.resume import Takeover
 from services.coordinator.scoring import Scoring
 from services.coordinator.services import Inputs, Services
 from services.coordinator.stats import group_stats
@@ -88,7 +89,7 @@ class Coordinator:
         self._trainers = Trainers(
             services.drafters, self._calls, clock, self._patience, self._tell, config.drafter.buffer_bytes
         )
-        parts = Parts(config, self._fleet, self._trainers, self._leases, self._calls, clock, self._tell)
+        parts = self._parts = Parts(config, self._fleet, self._trainers, self._leases, self._calls, clock, self._tell)
         self._drafting = make_drafting(parts, services.initial_drafter)
         self._releases = Releases(
             self._trainers, services.initial_drafter, clock, self._patience, self._tell, self._calls.turn
@@ -96,7 +97,9 @@ class Coordinator:
         self._worth = Worth(config.drafter.training)
         self._phase = make_phase(parts, self._drafting, self._board)
         self._scoring = Scoring(services.reward, self._calls, clock, self._patience, self._tell)
-        self.checkpoints = Checkpoints(config.run, services.policy, self._calls, self._patience, inputs.train)
+        self.checkpoints = Checkpoints(
+            services.policy, inputs.train, parts, self._drafting, self._releases, self._patience
+        )
 
     def measure_energy(self, meters: Sequence[EnergyClient], users: Mapping[str, Sequence[GpuName]]) -> None:
         """Before `run`. `users`: the GPUs of "slot <i>" and "policy"."""
@@ -119,7 +122,7 @@ class Coordinator:
             status, error = "finished", ""
         except (StopRequested, KeyboardInterrupt):  # the latter with every service in this process
             status, error = "stopped", ""
-            self._checkpoint_before_stopping()
+            self.checkpoints.before_stopping()
             raise
         except LongtailError as problem:
             error = str(problem)
@@ -142,32 +145,10 @@ class Coordinator:
         return self._fleet.drafter
 
     def _take_over(self) -> None:
-        """Find out what an earlier coordinator left with servers and trainers, or a checkpoint with the policy."""
-        if self._takeover is None:
-            return
-        self._steps_done = self._ask_policy(self._services.policy.steps_done())
-        pending, kept_live, kept_served = self._services.policy.restored()
-        note = self._ask_policy(pending)
-        news = None if note is None else self.checkpoints.go_on(note)
-        served = self._fleet.survey()
-        live, source = self._trainers.recover(), "what a trainer held"
-        serve = live
-        if live is None and note is not None and note.drafter_version is not None:
-            live, serve, source = kept_live, kept_served if note.drafter_ahead else kept_live, "the checkpoint"
-        if live is not None:
-            self._drafting.live = live
-        else:
-            serve, source = self._drafting.live, "its first state"
-        known = max(self._takeover.drafter_version, note.drafter_version or 0 if note else 0)
-        version = drafter_version_after(known, served)
-        self._releases.go_on(version, serve)
-        if self._takeover.resumed:
-            self._tell("run_resumed", "run", resumed_message(self._steps_done, self._config.run.steps, note))
-        else:
-            message = takeover_message(self._takeover, len(served), source, version)
-            self._tell("coordinator_returned", "coordinator", message)
-        if news is not None:
-            self._tell("prompts_changed", "run", news)
+        if self._takeover is not None:
+            policy, parts = self._services.policy, self._parts
+            found = Recovery(parts, policy, self._drafting, self._releases, self.checkpoints, self._ask_policy)
+            self._steps_done = found.take_over(self._takeover)
 
     # ------------------------------------------------------------------ the verbs: rollout and reward
 
@@ -295,19 +276,7 @@ class Coordinator:
             self._tell("drafter_rests" if self._worth.resting else "drafter_trains", "drafter", news)
 
     def checkpoint(self, step: int) -> None:
-        if self.checkpoints.due(step):
-            self._save_checkpoint(step)
-
-    def _save_checkpoint(self, step: int) -> None:
-        version = self._fleet.drafter.version if self._fleet.drafter else None
-        chunks = self._trainers.chunks
-        self.checkpoints.save(step, self._drafting.live, self._releases.served, version, chunks)
-
-    def _checkpoint_before_stopping(self) -> None:
-        step = self.checkpoints.recorded
-        if step is not None and self.checkpoints.can_save_now:
-            self._save_checkpoint(step)
-        self.checkpoints.flush()
+        self.checkpoints.after(step)
 
     # ------------------------------------------------------------------ speculation off against on
 

@@ -185,6 +185,7 @@ class RunFolder:
         row = to_row({"run_id": self.run_id, "status": "finished", "wall_seconds": wall_s, **summary})
         write_atomic(self.path / "summary.json", to_json(row, indent=2) + "\n")
         render_report(self.path)
+        self._prune(self.recorded_step())
         self._lock.release()
 
     def _prune(self, recorded: int) -> None:
