@@ -41,7 +41,7 @@ from services.weights.checkpoint import STATE_FILE
 UNTOLD = ("started_s", "finished_s")  # clock times are no part of a rollout
 RUN_TIMEOUT_S = 900.0
 LOOK_S = 0.02
-STEPS_PER_KILL = 3  # a start is killed at a random moment of its own start-up and of about so many steps after it
+STEPS_PER_KILL = 2  # a start is killed at a random moment of its own start-up and of about so many steps after it
 WHOLE, KILLED = "whole", "killed"  # run ids
 CONSOLE = Console(stderr=True, markup=False, highlight=False)
 
