@@ -41,7 +41,8 @@ from services.weights.checkpoint import STATE_FILE
 UNTOLD = ("started_s", "finished_s")  # clock times are no part of a rollout
 RUN_TIMEOUT_S = 900.0
 LOOK_S = 0.02
-STEPS_PER_KILL = 2  # a start is killed at a random moment of its own start-up and of about so many steps after it
+STEPS_PER_KILL = 2  # a start is killed at a random moment of about so many steps
+EARLY_KILLS = 0.2  # the share of starts that are killed before they go on
 WHOLE, KILLED = "whole", "killed"  # run ids
 CONSOLE = Console(stderr=True, markup=False, highlight=False)
 
@@ -146,39 +147,49 @@ class _Killer:
 
     def run(self, kills: int) -> None:
         for kill in range(kills):
-            self._kill(kill, self._rng.uniform(0.0, self._start_s + STEPS_PER_KILL * self._step_s))
+            self._kill(kill)
         process, started = _start(self._file, self._runs, KILLED), time.monotonic()
-        self._watch(process, started, RUN_TIMEOUT_S)
+        self._until_under_way(process, started, RUN_TIMEOUT_S)
         _to_the_end(process, self._runs)
 
-    def _kill(self, kill: int, after_s: float) -> None:
+    def _kill(self, kill: int) -> None:
+        """Mostly while the run works; some starts don't get that far."""
+        early = self._rng.random() < EARLY_KILLS
         process, started = _start(self._file, self._runs, KILLED), time.monotonic()
-        self._watch(process, started, after_s)
-        while time.monotonic() - started < after_s and process.poll() is None:
-            time.sleep(LOOK_S)
+        at_work = self._until_under_way(
+            process, started, self._rng.uniform(0, self._start_s) if early else RUN_TIMEOUT_S
+        )
+        if at_work and process.poll() is None:
+            time.sleep(self._rng.uniform(0.0, STEPS_PER_KILL * self._step_s))
         if process.poll() is not None:
-            told = process.communicate()[1]
-            raise ServiceLostError(
-                "the killed run", f"it ended before kill {kill + 1}: {' '.join(told.split())[-400:]}"
-            )
+            raise ServiceLostError("the killed run", f"it ended before kill {kill + 1}: {_told(self._runs)}")
         process.send_signal(signal.SIGKILL)
-        process.communicate()
-        done = recorded_step(self._folder) if self._folder.is_dir() else 0
-        self.killed_after.append(done)
-        _say(f"kill {kill + 1}, {after_s:.1f} s after the start, after step {done}")
+        process.wait(30)
+        self.killed_after.append(self._recorded())
+        when = f"{time.monotonic() - started:.1f} s after its start"
+        _say(f"kill {kill + 1}, {when}, after step {self.killed_after[-1]}{'' if at_work else ', before it went on'}")
 
-    def _watch(self, process: subprocess.Popen[bytes], started: float, timeout_s: float) -> None:
-        """Until the run has gone on, or the time is over. What is gone on from says how many steps are done again."""
-        before, done = self._resumed(), recorded_step(self._folder) if self._folder.is_dir() else 0
+    def _until_under_way(self, process: subprocess.Popen[bytes], started: float, timeout_s: float) -> bool:
+        """Wait until the run goes on, or the time is over. What it goes on from says how many steps are done again."""
+        before, done = self._goes_on(), self._recorded()
         while time.monotonic() - started < timeout_s and process.poll() is None:
-            if self._resumed() > before:
-                self.waits.append(time.monotonic() - started)
-                self.redone += done - json.loads((self._folder / "run.json").read_text())["starts"][-1]["after_step"]
-                return
+            if self._goes_on() > before:
+                if done is not None and before:
+                    self.waits.append(time.monotonic() - started)
+                    about = json.loads((self._folder / "run.json").read_text(encoding="utf-8"))
+                    self.redone += done - about["starts"][-1]["after_step"]
+                return True
             time.sleep(LOOK_S)
+        return False
 
-    def _resumed(self) -> int:
-        return sum(row.get("kind") == "run_resumed" for row in read_lines(self._folder / "events.jsonl")[0])
+    def _recorded(self) -> int:
+        return recorded_step(self._folder) if self._folder.is_dir() else 0
+
+    def _goes_on(self) -> int:
+        """Grows when a start has come so far that it works: 1 with the first evaluation, then with every resumption."""
+        told = read_lines(self._folder / "events.jsonl")[0]
+        resumed = sum(row.get("kind") == "run_resumed" for row in told)
+        return resumed + bool(read_lines(self._folder / "metrics.jsonl")[0])
 
 
 # ---------------------------------------------------------------------------- comparing

@@ -14,7 +14,7 @@ from rich.table import Table
 from deploy.cli_shared import interrupt_on_sigterm
 from deploy.inputs import load_inputs, needs_drafter
 from deploy.progress import ProgressDisplay
-from deploy.resuming import Start, start_of
+from deploy.resuming import Start, go_back_in, start_of
 from services.config.schema import ClusterConfig
 from services.core.errors import DataError, NothingTrainedError
 from services.drafter.export import write_drafter_folder
@@ -110,7 +110,14 @@ def _run(config: ClusterConfig, folder: RunFolder, start: Start) -> dict[str, An
         return run_local(config, folder, on_drafter=export, start=start)
     from deploy.cluster import run_on_ray
 
-    return run_on_ray(config, folder, on_drafter=export, on_start=lambda _: interrupt_on_sigterm(), start=start)
+    return run_on_ray(
+        config,
+        folder,
+        on_drafter=export,
+        on_start=lambda _: interrupt_on_sigterm(),
+        start=start,
+        go_back=go_back_in(folder) if start.checkpoints is not None else None,
+    )
 
 
 def _micro_steps(run_dir: Path) -> int:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from deploy.naming import nameless_run_id
 from services.config.schema import ClusterConfig
 from services.coordinator.resume import Takeover
 from services.core.checkpoints import CheckpointPlan, step_of, whole_checkpoints
 from services.report.run_folder import RunFolder
+
+# Cuts the run folder back to the last checkpoint and names it: for a run whose policy trainer died.
+GoBack = Callable[[], CheckpointPlan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +41,9 @@ def start_of(config: ClusterConfig, folder: RunFolder) -> Start:
     kept = folder.checkpoints.resolve()
     if not folder.reopened:
         return Start(folder.run_id, CheckpointPlan(kept) if config.run.checkpoint_every else None)
-    recorded = folder.recorded_step()
-    place = max((p for p in whole_checkpoints(kept) if step_of(p) <= recorded), default=None)
+    place = _newest(folder)
     history = folder.rewind(0 if place is None else step_of(place))
+    folder.note_start(0 if place is None else step_of(place))
     takeover = Takeover(
         folder.incarnation,
         history.elapsed_s,
@@ -49,3 +54,18 @@ def start_of(config: ClusterConfig, folder: RunFolder) -> Start:
     )
     plan = CheckpointPlan(kept, place) if config.run.checkpoint_every or place is not None else None
     return Start(folder.run_id, plan, takeover)
+
+
+def go_back_in(folder: RunFolder) -> GoBack:
+    def go_back() -> CheckpointPlan:
+        place = _newest(folder)
+        folder.rewind(0 if place is None else step_of(place))
+        return CheckpointPlan(folder.checkpoints.resolve(), place)
+
+    return go_back
+
+
+def _newest(folder: RunFolder) -> Path | None:
+    """The newest checkpoint that the folder's records reach."""
+    recorded = folder.recorded_step()
+    return max((p for p in whole_checkpoints(folder.checkpoints.resolve()) if step_of(p) <= recorded), default=None)

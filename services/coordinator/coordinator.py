@@ -316,7 +316,7 @@ class Coordinator:
         try:
             return self._calls.wait_for(self._services.policy.name, pending, self._patience.call_s)
         except ServiceLostError as error:
-            message = f"{error.reason}; the policy's weights died with it: start the run again"
+            message = f"{error.reason}; what the policy learned since the last checkpoint died with it"
             self._tell("policy_lost", error.name, message)
             raise ServiceLostError(error.name, message) from error
 

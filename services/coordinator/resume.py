@@ -73,6 +73,7 @@ class RunMemory:
     evaluations: dict[int, EvalResult] = field(default_factory=dict)
     events: int = 0
     drafter_version: int = 0
+    policy_version: int = 0  # the last that went out
 
     @classmethod
     def of(cls, observer: RunObserver, before: Takeover | None) -> RunMemory:
@@ -99,6 +100,11 @@ class RunMemory:
             self.drafter_version,
         )
 
+    def rewind(self, step: int) -> None:
+        """Forget what was told of later steps: they are done again."""
+        self.steps = {s: metrics for s, metrics in self.steps.items() if s <= step}
+        self.evaluations = {s: result for s, result in self.evaluations.items() if s <= step}
+
     def step(self, metrics: StepMetrics) -> None:
         self.steps[metrics.step] = metrics
         self.observer.step(metrics)
@@ -119,6 +125,7 @@ class RunMemory:
 
     def progress(self, view: ProgressView) -> None:
         self.drafter_version = max(self.drafter_version, view.drafter_version)
+        self.policy_version = max(self.policy_version, view.policy_version)
         self.observer.progress(view)
 
     def finish(self, summary: Mapping[str, Any]) -> None:

@@ -20,10 +20,12 @@ _NAME = re.compile(r"step-(\d{10})")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """Where a run's checkpoints go, an absolute path inside its run folder, and which one it goes on from."""
+    """Where a run's checkpoints go, an absolute path inside its run folder, and which one it goes on from. Policy
+    versions below `least_version` may have gone out already, with other weights."""
 
     folder: Path
     start: Path | None = None
+    least_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,7 @@ def build_policy_service(
     if checkpoints is not None:
         writer = _writer(checkpoints.folder)
         restored = None if checkpoints.start is None else restore(checkpoints.start, trainer, spec)
+        trainer.version = max(trainer.version, checkpoints.least_version)
     return PolicyService(trainer, spec, dtype, writer, restored)
 
 

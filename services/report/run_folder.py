@@ -130,9 +130,12 @@ class RunFolder:
         """Go on after `step`: what was recorded later is taken out. Returns what is known up to there."""
         history = rewind(self.path, step)
         self._rewards = {e.step: e.reward_mean for e in history.evaluations}
-        self._starts[-1]["after_step"] = step
-        self._write_about()
         return history
+
+    def note_start(self, after_step: int) -> None:
+        """Which step this start of the run goes on after."""
+        self._starts[-1]["after_step"] = after_step
+        self._write_about()
 
     def close(self) -> None:
         """Let another driver have the folder. `finish` does it too."""

@@ -53,6 +53,7 @@ def test_a_run_is_cut_back_to_its_checkpoint(config: ClusterConfig, metrics: Ste
     again = RunFolder(config)
     assert again.reopened and again.incarnation == 1 and again.recorded_step() == 5
     history = again.rewind(3)
+    again.note_start(3)
     assert [m.step for m in history.steps] == [1, 2, 3] and [e.step for e in history.evaluations] == [0]
     assert math.isnan(history.steps[0].kl), "a number that was not finite comes back"
     assert replace(history.steps[1], kl=0.0) == replace(metrics, step=2, at_s=20.0, kl=0.0)
