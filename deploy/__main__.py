@@ -239,7 +239,7 @@ def bench_losses(
 def bench_resume(
     config: Annotated[str, typer.Option(help="Which run to kill.")] = "pocket-tiny",
     settings: Overrides = None,
-    kills: Annotated[int, typer.Option(min=1, help="How often it is killed.")] = 6,
+    kills: Annotated[int, typer.Option(min=1, help="How often it is killed.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the moments at which it is killed.")] = 0,
     online: Annotated[
         bool, typer.Option("--online", help="The drafter trains: count losses, compare nothing.")

@@ -142,7 +142,7 @@ class _Killer:
         run_s = max(row["at_s"] for row in events)
         self._start_s, self._step_s = whole_s - run_s, run_s / steps
         self.waits: list[float] = []
-        self.redone = 0
+        self.redone = self._reached = 0
         self.killed_after: list[int] = []
 
     def run(self, kills: int) -> None:
@@ -156,28 +156,29 @@ class _Killer:
         """Mostly while the run works; some starts don't get that far."""
         early = self._rng.random() < EARLY_KILLS
         process, started = _start(self._file, self._runs, KILLED), time.monotonic()
-        at_work = self._until_under_way(
-            process, started, self._rng.uniform(0, self._start_s) if early else RUN_TIMEOUT_S
-        )
+        patience_s = self._rng.uniform(0.0, self._start_s) if early else RUN_TIMEOUT_S
+        at_work = self._until_under_way(process, started, patience_s)
         if at_work and process.poll() is None:
             time.sleep(self._rng.uniform(0.0, STEPS_PER_KILL * self._step_s))
         if process.poll() is not None:
             raise ServiceLostError("the killed run", f"it ended before kill {kill + 1}: {_told(self._runs)}")
         process.send_signal(signal.SIGKILL)
         process.wait(30)
+        self._reached = max(self._reached, self._recorded())
         self.killed_after.append(self._recorded())
         when = f"{time.monotonic() - started:.1f} s after its start"
         _say(f"kill {kill + 1}, {when}, after step {self.killed_after[-1]}{'' if at_work else ', before it went on'}")
 
     def _until_under_way(self, process: subprocess.Popen[bytes], started: float, timeout_s: float) -> bool:
         """Wait until the run goes on, or the time is over. What it goes on from says how many steps are done again."""
-        before, done = self._goes_on(), self._recorded()
+        before = self._goes_on()
         while time.monotonic() - started < timeout_s and process.poll() is None:
             if self._goes_on() > before:
-                if done is not None and before:
+                if before:
                     self.waits.append(time.monotonic() - started)
-                    about = json.loads((self._folder / "run.json").read_text(encoding="utf-8"))
-                    self.redone += done - about["starts"][-1]["after_step"]
+                about = json.loads((self._folder / "run.json").read_text(encoding="utf-8"))
+                after_step = about["starts"][-1]["after_step"]
+                self.redone, self._reached = self.redone + self._reached - after_step, after_step
                 return True
             time.sleep(LOOK_S)
         return False

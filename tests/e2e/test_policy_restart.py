@@ -21,7 +21,7 @@ from services.core.types import ProgressView
 from services.report.run_folder import RunFolder
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS, ROLLOUTS = 6, 16
 
@@ -70,7 +70,13 @@ class Outcome:
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     place: Path = tmp_path_factory.mktemp("run")
     run = {"dir": str(place / "runs"), "steps": STEPS, "eval_prompts": 4, "compare_prompts": 0, "checkpoint_every": 2}
-    config = tiny_run(make_model_folder(place), place, run=run, policy={"threads": 1, "zero_variance": "keep"})
+    config = tiny_run(
+        make_model_folder(place),
+        place,
+        run=run,
+        policy={"threads": 1, "zero_variance": "keep"},
+        coordinator={"start_timeout_s": 300.0},
+    )
     folder, killer = Watched(config), Killer()
     folder.killer = killer
     start = start_of(config, folder)
