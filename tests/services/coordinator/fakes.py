@@ -195,9 +195,17 @@ class FakeDrafter:
     interrupted: int = -1
     merges: int = 0
     checkpoints: list[int] = field(default_factory=list)
+    snapshot_s: float = 0.0
+    prepared: list[int] = field(default_factory=list)  # micro-steps of the states
+    begun: list[tuple[int, bool]] = field(default_factory=list)  # micro-steps of the state, and whether it was held
+
+    def prepare(self, state: Any) -> None:
+        self.prepared.append(state["trained"])
+        self.state = dict(state)
 
     def begin(self, state: Any, epoch: int, lane: int) -> int:
         assert epoch > self.epoch or lane == self.lane  # the next round of the same lease
+        self.begun.append((state["trained"], self.state == state))
         self.state, self.epoch, self.lane = dict(state), epoch, lane
         return self.state["trained"]
 
@@ -239,6 +247,7 @@ class FakeDrafter:
         if epoch != self.epoch:
             raise StaleEpochError("old")
         assert self.state is not None
+        self.clock.now += self.snapshot_s
         return self.state["trained"], dict(self.state)
 
     def export(self, state: Any) -> tuple[int, dict[str, int]]:
