@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -95,7 +96,13 @@ class Link:
     def __init__(self, backend: Backend, group: Any, rank: int, device: torch.device, peer: socket.socket) -> None:
         self.backend = backend
         self._group, self._other, self._device, self._peer = group, 1 - rank, device, peer
+        # One for the link's life: torch has few, and gives the same one to several; a stuck transfer holds its own up.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         peer.setblocking(False)
+
+    def stream(self) -> AbstractContextManager[object]:
+        """Work on the link's device in here does not queue behind what the process does otherwise."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def send(self, buffer: Tensor, limit_s: float, look: Look) -> None:
         """All of `buffer` (bytes, contiguous), or TransferError; after an error the link is good for nothing."""
@@ -128,7 +135,7 @@ class Link:
             if self.backend == "gloo":
                 getattr(group, method)([buffer], self._other, 0).wait(timedelta(seconds=limit_s))
                 return
-            with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            with torch.cuda.device(self._device), self.stream():
                 ready.wait()
                 getattr(group, method)([buffer], self._other, 0).wait()  # a GPU's work: this only orders the stream
                 torch.cuda.current_stream().synchronize()

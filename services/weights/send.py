@@ -57,8 +57,9 @@ class Outbox:
         try:
             for index, part in enumerate(held.manifest.parts):
                 self._current(version)
-                buffer = pack(part, held.tensors, self._device, part_mark(invitation.transfer_id, index))
-                link.send(buffer, self._config.part_timeout_s, lambda: None)
+                with link.stream():
+                    buffer = pack(part, held.tensors, self._device, part_mark(invitation.transfer_id, index))
+                    link.send(buffer, self._config.part_timeout_s, lambda: None)
         except TransferError as error:
             self._drop(invitation.receiver, link)
             raise TransferError(f"{invitation.receiver}: {error}") from None
