@@ -30,6 +30,7 @@ Look = Callable[[], None]
 Backend = Literal["nccl", "gloo"]
 
 LOOK_S = 0.05  # between two looks at the other side, while waiting
+LATER_S = 1.0  # by which native waits outlast those here, which say what was waited for
 NEVER = timedelta(days=1)
 HELLO = 1  # bytes each way through a new connection, so that it is known to work before anything depends on it
 
@@ -133,7 +134,7 @@ class Link:
 
         def act() -> None:
             if self.backend == "gloo":
-                getattr(group, method)([buffer], self._other, 0).wait(timedelta(seconds=limit_s))
+                getattr(group, method)([buffer], self._other, 0).wait(timedelta(seconds=limit_s + LATER_S))
                 return
             with torch.cuda.device(self._device), self.stream():
                 ready.wait()

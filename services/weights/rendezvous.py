@@ -16,10 +16,11 @@ import torch
 from torch.distributed import TCPStore
 
 from services.core.errors import TransferError
-from services.weights.link import DeviceFacts, Link, Look, bounded, choose_backend, open_link
+from services.weights.link import LATER_S, DeviceFacts, Link, Look, bounded, choose_backend, open_link
 from services.weights.parts import Manifest
 
 GREETING_BYTES = 4096
+GREETING_S = 3.0  # a stranger who says nothing keeps the sender waiting no longer
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Doorway:
             self._store = TCPStore(host, 0, None, True, timedelta(seconds=limit_s), wait_for_workers=False)
         except (OSError, RuntimeError) as error:
             raise TransferError(f"cannot listen on {host}: {error}") from None
-        self._listener.settimeout(limit_s)
+        self._listener.settimeout(limit_s + LATER_S)
 
     @property
     def ports(self) -> tuple[int, int]:
@@ -82,7 +83,7 @@ class Doorway:
     def _accept(self) -> tuple[socket.socket, DeviceFacts]:
         while True:
             peer, _ = self._listener.accept()
-            peer.settimeout(self._listener.gettimeout())
+            peer.settimeout(GREETING_S)
             greeting = _greeting(peer)
             if greeting.get("link_id") == self.link_id:
                 peer.sendall(b"\n")
@@ -97,11 +98,10 @@ class Doorway:
 
 def _greeting(peer: socket.socket) -> dict[str, Any]:
     """One line of JSON; nothing from somebody who says something else."""
-    with peer.makefile("rb", buffering=0) as stream:
-        line = stream.readline(GREETING_BYTES)
     try:
-        found = json.loads(line)
-    except ValueError:
+        with peer.makefile("rb") as stream:
+            found = json.loads(stream.readline(GREETING_BYTES))
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

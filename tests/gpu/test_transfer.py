@@ -169,9 +169,9 @@ def test_a_silent_receiver_ends_with_the_time_out(pair: tuple[Any, Any], figures
 
 def test_two_processes_on_one_gpu_go_through_host_memory(cluster: None, figures: dict[str, Any]) -> None:
     """NCCL refuses two ranks on one GPU."""
-    sender = sender_class().options(num_cpus=1, num_gpus=0.5).remote(CONFIG, "cuda")
-    get(sender.process_id.remote())
-    receiver = ray.remote(Receiver).options(num_cpus=1, num_gpus=0.5).remote("rollout-0", CONFIG, "cuda")
+    env = {"env_vars": {"CUDA_VISIBLE_DEVICES": "0"}}
+    sender = sender_class().options(num_cpus=1, runtime_env=env).remote(CONFIG, "cuda")
+    receiver = ray.remote(Receiver).options(num_cpus=1, runtime_env=env).remote("rollout-0", CONFIG, "cuda")
     offer, sent = hold(sender, 1, SMALL)
     assert get(receiver.fetch.remote(offer))[1] == sent
     seconds, _ = get(receiver.fetch.remote(offer, 0.0, False))
