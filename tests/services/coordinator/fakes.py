@@ -21,7 +21,7 @@ from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.resume import RunMemory
 from services.coordinator.services import Inputs, Services
-from services.core.errors import StaleEpochError
+from services.core.errors import StaleEpochError, TransferError
 from services.core.protocols import Blob
 from services.core.types import (
     AcceptanceEstimate,
@@ -251,6 +251,7 @@ class FakePolicy:
     version: int = 0
     no_signal_every: int = 10**9
     batches: list[Any] = field(default_factory=list)
+    copies: list[int] = field(default_factory=list)
 
     def train_step(self, batch: Any) -> tuple[PolicyStepReport, HiddenStateChunk, str]:
         self.clock.now += 0.5
@@ -266,6 +267,12 @@ class FakePolicy:
 
     def publish(self) -> tuple[int, str]:
         return self.version, f"policy {self.version}"
+
+    def copy_of(self, version: int) -> tuple[int, str]:
+        self.copies.append(version)
+        if version != self.version:
+            raise TransferError(f"policy version {version} is superseded")
+        return version, f"policy {version}"
 
 
 class FakeReward:
