@@ -10,6 +10,7 @@ import torch
 
 from services.core.errors import StaleEpochError, TransferError, WeightError
 from services.core.types import ServedVersions
+from services.rollout.engine import RolloutEngine
 from services.rollout.service import RolloutService
 from services.rollout.sglang.engine import SGLangEngine
 from services.rollout.sglang.loader import TORN
@@ -55,11 +56,11 @@ class Coming:
 @pytest.fixture(params=["native", "sglang"])
 def service(request: pytest.FixtureRequest) -> RolloutService:
     if request.param == "native":
-        engine = make_engine(MODEL, CHAIN)
+        engine: RolloutEngine = make_engine(MODEL, CHAIN)
     else:
         engine = SGLangEngine(FakeHandle(MODEL, CHAIN), limits_of(MODEL, CHAIN), CHAIN, letters, ticking())
         engine.load_policy(0, tensors_of(MODEL))
-        engine.load_drafter(0, DRAFTER)
+    engine.load_drafter(0, DRAFTER)
     built = RolloutService(engine, {s.name: s for s in (OFF, CHAIN)}, ticking())
     built.open_epoch(EPOCH)
     return built
@@ -130,7 +131,6 @@ def test_a_transfer_that_breaks_off_leaves_no_version_that_is_not_told(service: 
     else:
         assert versions == ServedVersions(0, 0)
         outputs_are_of(MODEL, service)
-    assert service.load_policy(1, tensors_of(OTHER), EPOCH) == ServedVersions(
-        1, 0
-    )  # the copy, through the object store
+    copy = tensors_of(OTHER)  # through the object store
+    assert service.load_policy(1, copy, EPOCH) == ServedVersions(1, 0)
     outputs_are_of(OTHER, service)
