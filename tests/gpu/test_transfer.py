@@ -17,6 +17,7 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from deploy.bench_publish import SHAPE_7B
 from deploy.placement import TRAINER_ENV, actor_env
 from services.config.weights import WeightsConfig
 from services.core.errors import TransferError
@@ -32,12 +33,6 @@ pytestmark = [
 
 REPEATS = 5
 CONFIG = WeightsConfig(transport="collective", part_timeout_s=6.0, connect_timeout_s=30.0)
-SHAPE_7B = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
-    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu",
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
 BIG: Shapes = {name: (shape, "bfloat16") for name, shape in target_names(model_spec(SHAPE_7B)).items()}
 SMALL: Shapes = {f"{n}.weight": ((4096, 4096), "bfloat16") for n in range(8)}
 NUM_BYTES = sum(2 * torch.Size(shape).numel() for shape, _ in BIG.values())
