@@ -110,7 +110,7 @@ def _collective(
     size = fetch(publisher.ready.remote(), config.coordinator.start_timeout_s, "the publisher on the other GPU")
     versions = range(repeats + 1, 2 * repeats + 2)  # above those that came over the object store
     timeout_s = config.coordinator.call_timeout_s
-    figures = _publish(server.load_policy, lambda version: publisher.publish.remote(version), versions, size, timeout_s)
+    figures = _publish(server.load_policy, publisher.publish.remote, versions, size, timeout_s)
     ray.kill(publisher)
     return figures
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -15,42 +12,11 @@ from services.rollout.service import RolloutService
 from services.rollout.sglang.engine import SGLangEngine
 from services.rollout.sglang.loader import TORN
 from services.speculation.strategy import OFF
-from services.weights.parts import NamedTensors, pack, plan, unpack
 from tests.services.models.tiny import tensors_of
+from tests.services.rollout.coming import Coming
 from tests.services.rollout.engines import check_all, group, letters, make_engine, ticking
 from tests.services.rollout.sglang.fake import FakeHandle, limits_of
 from tests.services.rollout.sglang.serving import CHAIN, DRAFTER, EPOCH, MODEL, OTHER, PROMPT, drain
-
-
-@dataclass
-class Coming:
-    """Tensors as a transfer brings them; nothing comes from part `break_at` on."""
-
-    tensors: Mapping[str, torch.Tensor]
-    break_at: int | None = None
-    came: int = 0
-    closed: int = 0
-
-    def __post_init__(self) -> None:
-        self.manifest = plan(self.tensors, 20_000)
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self.manifest.shapes
-
-    @property
-    def num_parts(self) -> int:
-        return len(self.manifest.parts)
-
-    def parts(self) -> Iterator[NamedTensors]:
-        for n, part in enumerate(self.manifest.parts):
-            if n == self.break_at:
-                raise TransferError("the other side closed the connection")
-            self.came += 1
-            yield unpack(part, pack(part, self.tensors, torch.device("cpu"), n), n)
-
-    def close(self) -> None:
-        self.closed += 1
 
 
 @pytest.fixture(params=["native", "sglang"])
