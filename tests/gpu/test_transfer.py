@@ -144,6 +144,7 @@ def test_a_silent_receiver_ends_with_the_time_out(pair: tuple[Any, Any], figures
     sender, receiver = pair
     offer, sent = hold(sender, 1, BIG)
     get(receiver.fetch.remote(offer, 0.0, False))
+    get(sender.work.remote(0.1))  # CUDA loads kernels at their first use, and waits for all that runs then
     pid = get(receiver.process_id.remote())
     stuck = receiver.fetch.remote(offer, 0.2, False)
     time.sleep(0.7)
