@@ -31,7 +31,19 @@ from actors.rollout import RolloutActor
 from deploy.inputs import load_inputs
 from deploy.metering import plan_meters, seats, start_meters
 from deploy.naming import NAMESPACE, actor_name, nameless_run_id
-from deploy.placement import TRAINER_ENV, ActorPlan, actor_env, bundles, check_resources, machine_cpus, plan_actors
+from deploy.placement import (
+    HEAD,
+    ROLES,
+    ROLLOUT,
+    TRAINER_ENV,
+    ActorPlan,
+    actor_env,
+    bundles,
+    check_resources,
+    machine_cpus,
+    plan_actors,
+    role_selector,
+)
 from deploy.processes import descendants, end_processes
 from services.config.schema import ClusterConfig
 from services.coordinator.observer import RunObserver
@@ -136,7 +148,8 @@ def _slots(config: ClusterConfig) -> Any:
     wanted = bundles(config)
     if not wanted:
         return None
-    group = placement_group(wanted, strategy="PACK")
+    selector = role_selector(config, ROLLOUT)
+    group = placement_group(wanted, strategy="PACK", bundle_label_selector=[selector] * len(wanted) if selector else None)
     timeout_s = config.coordinator.start_timeout_s
     try:
         ray.get(group.ready(), timeout=timeout_s)
@@ -188,6 +201,8 @@ def _start(plan: ActorPlan, config: ClusterConfig, run_id: str, group: Any, lent
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=plan.slot
         )
+    elif selector := role_selector(config, ROLES[plan.kind]):
+        options["label_selector"] = selector
     arguments = (config,) if plan.slot is None else (config, plan.slot)
     return remote_class(plan.kind).options(**options).remote(*arguments)
 
@@ -203,6 +218,7 @@ def _start_coordinator(
         max_restarts=0,
         max_concurrency=4,
         runtime_env={"env_vars": actor_env(1)},
+        label_selector=role_selector(config, HEAD) or None,
     )
     others = {name: handle for name, handle in handles.items() if name != "coordinator"}
     return made.remote(config, inputs, others, takeover)
