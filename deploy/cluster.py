@@ -149,7 +149,9 @@ def _slots(config: ClusterConfig) -> Any:
     if not wanted:
         return None
     selector = role_selector(config, ROLLOUT)
-    group = placement_group(wanted, strategy="PACK", bundle_label_selector=[selector] * len(wanted) if selector else None)
+    group = placement_group(
+        wanted, strategy="PACK", bundle_label_selector=[selector] * len(wanted) if selector else None
+    )
     timeout_s = config.coordinator.start_timeout_s
     try:
         ray.get(group.ready(), timeout=timeout_s)

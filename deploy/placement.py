@@ -13,7 +13,6 @@ from deploy.inputs import needs_drafter
 from services.config.schema import ClusterConfig, NativeEngine
 from services.core.errors import ConfigError
 
-
 HEAD, ROLLOUT, POLICY = "head", "rollout", "policy"  # roles of Ray nodes
 ROLES = {"rollout": ROLLOUT, "drafter": ROLLOUT, "policy": POLICY, "reward": HEAD}  # where each kind of actor belongs
 

@@ -124,12 +124,14 @@ def redis() -> list[Manifest]:
         "volumeClaimTemplates": [claim],
     }
     service = {"selector": dict(_REDIS_NAME), "ports": [{"name": "redis", "port": 6379, "targetPort": "redis"}]}
-    heads = [{"podSelector": {"matchLabels": dict(NAME_LABEL)}}]
+    ours = [{"podSelector": {"matchLabels": dict(NAME_LABEL)}}]
+    itself = [{"podSelector": {"matchLabels": dict(_REDIS_NAME)}}]
     metadata = {"name": "longtail-redis", "labels": dict(_REDIS_NAME)}
     return [
         {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": metadata, "spec": stateful},
         {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
-        _policy("longtail-redis", _REDIS_NAME, {**_ingress(heads, [_tcp(6379)]), "policyTypes": ["Ingress", "Egress"]}),
+        _policy("longtail-redis", _REDIS_NAME, {**_ingress(ours, [_tcp(6379)]), "policyTypes": ["Ingress", "Egress"]}),
+        _policy("longtail-to-redis", NAME_LABEL, _egress(itself, [_tcp(6379)])),
     ]
 
 
