@@ -42,7 +42,7 @@ def components() -> dict[str, str]:
             [_labels("RayJob", gang)],
         ),
         "components/gcs-fault-tolerance/redis.yaml": manifest_text(
-            "Its password: kubectl create secret generic longtail-redis --from-literal=password=$(openssl rand -hex 24)",
+            "Password: kubectl create secret generic longtail-redis --from-literal=password=$(openssl rand -hex 24)",
             *redis(),
         ),
         "components/gcs-fault-tolerance/kustomization.yaml": component(

@@ -112,8 +112,8 @@ def _kueue_problems(job: Spec) -> Iterator[str]:
 def _budget_problems(spec: Spec) -> Iterator[str]:
     if "maxUnavailable" in spec or isinstance(spec.get("minAvailable"), str):
         yield (
-            "spec: Ray's pods have no controller with a scale subresource, so a budget over them must be a whole number "
-            "in minAvailable"
+            "spec: Ray's pods have no controller with a scale subresource, so a budget over them must be a whole "
+            "number in minAvailable"
         )
 
 

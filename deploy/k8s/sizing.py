@@ -26,8 +26,8 @@ _ROUNDING = 1e-6  # 0.4 + 0.4 + 0.2 is one GPU
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`pods` equal pods. `cpus` and `gpus` are what Ray hands out on each, `memory` and `object_store` are bytes of each;
-    the object store lies within the memory. `roles`: which actors may be placed here."""
+    """`pods` equal pods. `cpus` and `gpus`: what Ray hands out on each; `memory`, `object_store`: bytes of each, the
+    object store within the memory. `roles`: which actors may be placed here."""
 
     name: str
     roles: tuple[str, ...]

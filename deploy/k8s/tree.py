@@ -43,14 +43,14 @@ def _base(options: RenderOptions) -> dict[str, str]:
             namespace(options.namespace),
         ),
         "base/storage.yaml": manifest_text(
-            "Run folders with checkpoints, models, prompt sets. Every pod mounts it, so it must be ReadWriteMany. Edit "
-            "size and storageClassName, or delete this file and name a claim of your own longtail-data. An object store "
-            "works through a CSI driver.",
+            "Run folders with checkpoints, models, prompt sets. Every pod mounts it, so it must be ReadWriteMany. "
+            "Edit size and storageClassName, or delete this file and name a claim of your own longtail-data. An object "
+            "store works through a CSI driver.",
             volume_claim(),
         ),
         "base/network-policies.yaml": manifest_text(
-            "Edit the namespace of Prometheus (monitoring) and of the DNS server (kube-system). Whatever else pods must "
-            "reach, such as a model hub, needs a policy of its own.",
+            "Edit the namespace of Prometheus (monitoring) and of the DNS server (kube-system). Whatever else pods "
+            "must reach, such as a model hub, needs a policy of its own.",
             *network_policies(),
         ),
         "base/kustomization.yaml": kustomization(
@@ -72,8 +72,8 @@ def _job(config: ClusterConfig, options: RenderOptions) -> dict[str, str]:
         "overlays/job/rayjob.yaml": manifest_text(
             " ".join(
                 [
-                    "One training run. A lost head ends the try; the next one is a new RayCluster in which the run goes "
-                    "on from its checkpoint, because its run.id stays. To start another run, render with another "
+                    "One training run. A lost head ends the try; the next one is a new RayCluster in which the run "
+                    "goes on from its checkpoint, because its run.id stays. To start another run, render with another "
                     "--run-id. GPU limit and num-gpus of a group must be equal. Node selectors go into the templates."
                 ]
                 + ["The slots and the policy trainer share one GPU, so they share one pod."] * bool(shared)
