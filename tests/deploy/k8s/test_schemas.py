@@ -51,9 +51,7 @@ def test_every_schema_that_ships_is_one() -> None:
     assert {"ray.io/v1/RayJob", "ray.io/v1/RayCluster", "ray.io/v1/RayService"} <= packed_schemas().keys()
 
 
-@pytest.mark.skipif(
-    "KUBERAY_SCHEMAS" not in os.environ, reason="KUBERAY_SCHEMAS names no folder of schemas"
-)
+@pytest.mark.skipif("KUBERAY_SCHEMAS" not in os.environ, reason="KUBERAY_SCHEMAS names no folder of schemas")
 @pytest.mark.parametrize("name", ["raycluster", "rayjob", "rayservice", "raycronjob"])
 def test_packed_schemas_are_those_of_the_crds(name: str) -> None:
     crd = json.loads((Path(os.environ["KUBERAY_SCHEMAS"]) / f"{name}.v1.json").read_text(encoding="utf-8"))
