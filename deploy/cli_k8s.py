@@ -64,5 +64,6 @@ def validate(
         for finding in report.findings:
             print(f"error: {finding}", file=sys.stderr)
         if report.findings:
-            raise ConfigError(f"{len(report.findings)} mistakes in the manifests")
+            count = len(report.findings)
+            raise ConfigError(f"{count} mistake{'s' if count > 1 else ''} in the manifests")
         print("no mistakes found")

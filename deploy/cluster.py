@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from rich.console import Console
 
 from actors.clients import CONTROL, RayCall
@@ -32,7 +32,6 @@ from deploy.inputs import load_inputs
 from deploy.metering import plan_meters, seats, start_meters
 from deploy.naming import NAMESPACE, actor_name, nameless_run_id
 from deploy.placement import (
-    HEAD,
     ROLES,
     ROLLOUT,
     TRAINER_ENV,
@@ -149,9 +148,8 @@ def _slots(config: ClusterConfig) -> Any:
     if not wanted:
         return None
     selector = role_selector(config, ROLLOUT)
-    group = placement_group(
-        wanted, strategy="PACK", bundle_label_selector=[selector] * len(wanted) if selector else None
-    )
+    labels = [selector] * len(wanted) if selector else None
+    group = placement_group(wanted, strategy="PACK", bundle_label_selector=labels)
     timeout_s = config.coordinator.start_timeout_s
     try:
         ray.get(group.ready(), timeout=timeout_s)
@@ -212,7 +210,8 @@ def _start(plan: ActorPlan, config: ClusterConfig, run_id: str, group: Any, lent
 def _start_coordinator(
     config: ClusterConfig, inputs: Inputs, run_id: str, handles: Handles, takeover: Takeover | None
 ) -> Any:
-    """Ray does not restart it: another one must know that it takes over."""
+    """Ray does not restart it: another one must know that it takes over. It lives on the driver's node, so that no cut
+    cable comes between the two."""
     incarnation = f"-{takeover.incarnation}" if takeover else ""  # Ray frees the name of a dead one in its own time
     made = ray.remote(CoordinatorActor).options(
         name=actor_name(run_id, f"coordinator{incarnation}"),
@@ -220,7 +219,7 @@ def _start_coordinator(
         max_restarts=0,
         max_concurrency=4,
         runtime_env={"env_vars": actor_env(1)},
-        label_selector=role_selector(config, HEAD) or None,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
     )
     others = {name: handle for name, handle in handles.items() if name != "coordinator"}
     return made.remote(config, inputs, others, takeover)
