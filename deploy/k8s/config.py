@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from deploy.k8s.pods import DATA
+from deploy.k8s.pods import CACHE, DATA, TMP
 from services.config.schema import ClusterConfig, FileData
+from services.core.errors import ConfigError
 
 
 def cluster_config(config: ClusterConfig) -> ClusterConfig:
-    """`config` for the pods: on the cluster's Ray, actors by role, files on the volume."""
+    """`config` for the pods: on the cluster's Ray, actors by role, files on the volume. Raises ConfigError for folders
+    that pods cannot write to."""
+    _check_folders(config)
     values: dict[str, Any] = config.model_dump(mode="json")
     values["placement"] |= {"address": "auto", "role_labels": True}
     values["run"]["dir"] = f"{DATA}/runs"
@@ -19,6 +22,17 @@ def cluster_config(config: ClusterConfig) -> ClusterConfig:
     if isinstance(config.data.source, FileData):
         values["data"]["source"]["path"] = _on_volume(str(config.data.source.path))
     return ClusterConfig.model_validate(values)
+
+
+def _check_folders(config: ClusterConfig) -> None:
+    """The root file system is read-only; what every slot must see lies on the volume."""
+    folders = (
+        ("drafter.checkpoint_dir", config.drafter.checkpoint_dir, (DATA,)),
+        ("drafter.spill_dir", config.drafter.spill_dir, (DATA, CACHE, TMP)),
+    )
+    for key, folder, places in folders:
+        if folder is not None and not any(folder.is_relative_to(place) for place in places):
+            raise ConfigError(f"{key} {folder} is not writable in a pod: name a folder under {' or '.join(places)}")
 
 
 def moved_paths(config: ClusterConfig) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from deploy.k8s.pods import NAME_LABEL, Manifest
+from deploy.k8s.text import kustomization, manifest_text
 
 MONITORING_DIR = Path(__file__).parents[1] / "monitoring"
 # kube-prometheus-stack takes what carries this label.
@@ -22,23 +23,34 @@ _RAY_INTERVAL, _RUN_INTERVAL = "15s", "5s"
 def pod_monitors() -> list[Manifest]:
     """The default PodMonitor scrapes port 8080 only; the autoscaler and the dashboard, whose figures fill half of Ray's
     panels, have ports of their own on the head (pitfall 73)."""
-    head = {"metrics": _RAY_INTERVAL, "as-metrics": _RAY_INTERVAL, "dash-metrics": _RAY_INTERVAL}
+    ray = ("ray", _RAY_INTERVAL)
+    head = {"metrics": ray, "as-metrics": ray, "dash-metrics": ray, "longtail": ("longtail", _RUN_INTERVAL)}
     return [
-        _pod_monitor("longtail-head", "head", {**head, "longtail": _RUN_INTERVAL}),
-        _pod_monitor("longtail-workers", "worker", {"metrics": _RAY_INTERVAL}),
+        _pod_monitor("longtail-head", "head", head),
+        _pod_monitor("longtail-workers", "worker", {"metrics": ray}),
     ]
 
 
-def _pod_monitor(name: str, node_type: str, ports: dict[str, str]) -> Manifest:
-    cluster = {"sourceLabels": ["__meta_kubernetes_pod_label_ray_io_cluster"], "targetLabel": "ray_io_cluster"}
-    group = {"sourceLabels": ["__meta_kubernetes_pod_label_ray_io_group"], "targetLabel": "ray_io_group"}
-    endpoints = [{"port": p, "interval": every, "relabelings": [cluster, group]} for p, every in ports.items()]
+def _pod_monitor(name: str, node_type: str, ports: dict[str, tuple[str, str]]) -> Manifest:
+    """`ports`: name of the port -> job, as rules and dashboards call it, and interval."""
+    endpoints = [
+        {
+            "port": port,
+            "interval": every,
+            "relabelings": [
+                {"sourceLabels": ["__meta_kubernetes_pod_label_ray_io_cluster"], "targetLabel": "ray_io_cluster"},
+                {"sourceLabels": ["__meta_kubernetes_pod_label_ray_io_group"], "targetLabel": "ray_io_group"},
+                {"targetLabel": "job", "replacement": job},
+            ],
+        }
+        for port, (job, every) in ports.items()
+    ]
     selector = {"matchLabels": {**NAME_LABEL, "ray.io/node-type": node_type}}
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PodMonitor",
         "metadata": {"name": name, "labels": {**NAME_LABEL, **_RELEASE}},
-        "spec": {"selector": selector, "jobLabel": "app.kubernetes.io/name", "podMetricsEndpoints": endpoints},
+        "spec": {"selector": selector, "podMetricsEndpoints": endpoints},
     }
 
 
@@ -53,10 +65,29 @@ def prometheus_rule(name: str, text: str) -> Manifest:
     }
 
 
-def rule_files(folder: Path = MONITORING_DIR) -> list[Path]:
-    """Without the files of `promtool test rules`, which lie beside them."""
-    return sorted(f for f in (folder / "rules").glob("*.yaml") if not f.stem.endswith("test"))
+def monitoring_tree(namespace: str, folder: Path = MONITORING_DIR) -> dict[str, str]:
+    """Path -> text of a kustomization. kustomize reads nothing outside its root, so the dashboards are copied there."""
+    rules = [prometheus_rule(f.stem, f.read_text(encoding="utf-8")) for f in sorted((folder / "rules").glob("*.yaml"))]
+    boards = sorted((folder / "dashboards").glob("*.json"))
+    return {
+        "monitoring/pod-monitors.yaml": manifest_text(
+            "For the Prometheus operator. Edit the label `release` to what your Prometheus selects.", *pod_monitors()
+        ),
+        **({"monitoring/rules.yaml": manifest_text("From deploy/monitoring/rules.", *rules)} if rules else {}),
+        **{f"monitoring/dashboards/{f.name}": f.read_text(encoding="utf-8") for f in boards},
+        "monitoring/kustomization.yaml": kustomization(
+            "Apply after the Prometheus operator is installed. Grafana's sidecar takes the dashboards by their label.",
+            namespace=namespace,
+            resources=["pod-monitors.yaml"] + ["rules.yaml"] * bool(rules),
+            **({"configMapGenerator": [_dashboard_map(f) for f in boards]} if boards else {}),
+        ),
+    }
 
 
-def dashboard_files(folder: Path = MONITORING_DIR) -> list[Path]:
-    return sorted((folder / "dashboards").glob("*.json"))
+def _dashboard_map(file: Path) -> Manifest:
+    """One each: a ConfigMap holds 1 MiB."""
+    return {
+        "name": f"longtail-dashboard-{file.stem}",
+        "files": [f"dashboards/{file.name}"],
+        "options": {"disableNameSuffixHash": True, "labels": {"grafana_dashboard": "1"}},
+    }

@@ -12,6 +12,7 @@ from deploy.placement import HEAD, role_label
 IMAGE = "longtail"  # kustomize's `images` puts registry and tag in
 USER = 10001  # as in the Dockerfile
 DATA = "/data"  # the volume: run folders, models, prompt sets
+CACHE, TMP = "/cache", "/tmp"  # of each pod its own, gone with it
 CONFIG_DIR = "/etc/longtail"
 NAME_LABEL = {"app.kubernetes.io/name": "longtail"}
 GPU = "nvidia.com/gpu"
@@ -94,8 +95,8 @@ def _container(group: Group, options: PodOptions) -> Manifest:
     head = HEAD in group.roles
     mounts = [
         {"name": "data", "mountPath": DATA},
-        {"name": "tmp", "mountPath": "/tmp"},
-        {"name": "cache", "mountPath": "/cache"},
+        {"name": "tmp", "mountPath": TMP},
+        {"name": "cache", "mountPath": CACHE},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
     if head and options.config_map:
@@ -105,7 +106,7 @@ def _container(group: Group, options: PodOptions) -> Manifest:
         "image": IMAGE,
         "workingDir": DATA,
         "env": [
-            {"name": "HOME", "value": "/cache"},  # what libraries compile and download
+            {"name": "HOME", "value": CACHE},  # what libraries compile and download
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
             # Longer than a head takes to come back, for clusters whose GCS survives it.
             {"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "300"},

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
-
 from deploy.k8s.components import components
 from deploy.k8s.config import cluster_config, moved_paths
-from deploy.k8s.monitoring import dashboard_files, pod_monitors, prometheus_rule, rule_files
+from deploy.k8s.monitoring import monitoring_tree
 from deploy.k8s.options import RenderOptions
 from deploy.k8s.ray_objects import ray_cluster, ray_job, ray_service, run_labels
 from deploy.k8s.sizing import head_group, worker_groups
@@ -32,7 +30,7 @@ def render_tree(config: ClusterConfig, options: RenderOptions) -> dict[str, str]
         **_cluster(config, options),
         **_service(config, options),
         **components(),
-        **_monitoring(options),
+        **monitoring_tree(options.namespace),
     }
 
 
@@ -147,31 +145,5 @@ def _autoscaled(overlay: str, file: str, about: str, options: RenderOptions) -> 
             resources=["../../base", file, "api-server.yaml"],
             components=["../../components/gcs-fault-tolerance"],
             images=options.images,
-        ),
-    }
-
-
-def _monitoring(options: RenderOptions) -> dict[str, str]:
-    rules = [prometheus_rule(f.stem, f.readmanifest_text(encoding="utf-8")) for f in rule_files()]
-    boards = {f"monitoring/dashboards/{f.name}": f.readmanifest_text(encoding="utf-8") for f in dashboard_files()}
-    generators = [
-        {
-            "name": f"longtail-dashboard-{PurePosixPath(path).stem}",
-            "files": [f"dashboards/{PurePosixPath(path).name}"],
-            "options": {"disableNameSuffixHash": True, "labels": {"grafana_dashboard": "1"}},
-        }
-        for path in boards
-    ]
-    return {
-        "monitoring/pod-monitors.yaml": manifest_text(
-            "For the Prometheus operator. Edit the label `release` to what your Prometheus selects.", *pod_monitors()
-        ),
-        **({"monitoring/rules.yaml": manifest_text("From deploy/monitoring/rules.", *rules)} if rules else {}),
-        **boards,
-        "monitoring/kustomization.yaml": kustomization(
-            "Apply after the Prometheus operator is installed. Grafana's sidecar takes the dashboards by their label.",
-            namespace=options.namespace,
-            resources=["pod-monitors.yaml"] + ["rules.yaml"] * bool(rules),
-            **({"configMapGenerator": generators} if generators else {}),
         ),
     }

@@ -182,6 +182,18 @@ def test_files_of_the_run_are_told_where_they_must_lie() -> None:
     assert config.model.path == "pocket"
 
 
+@pytest.mark.parametrize(
+    ("setting", "place"),
+    [
+        ("drafter.spill_dir=/scratch/states", "/data or /cache or /tmp"),
+        ("drafter.checkpoint_dir=/tmp/x", "under /data"),
+    ],
+)
+def test_folders_that_pods_cannot_use_are_refused(setting: str, place: str) -> None:
+    with pytest.raises(ConfigError, match=f"{setting.partition('=')[2]} is not writable in a pod: .*{place}"):
+        tree_of("pocket-tiny", setting)
+
+
 def test_the_image_is_named_once(tmp_path: Path) -> None:
     config = load_config(ROOT / "deploy/presets/pocket-tiny.yaml")
     digest = f"sha256:{'a' * 64}"
