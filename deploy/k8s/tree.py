@@ -117,8 +117,9 @@ def _cluster(config: ClusterConfig, options: RenderOptions) -> dict[str, str]:
     workers = worker_groups(config, options.slots_per_pod)
     return {
         "overlays/cluster/raycluster.yaml": manifest_text(
-            "For development: port-forward service/longtail-dev-head-svc 8265 and submit runs with ray job submit. The "
-            "autoscaler adds pods when a second run of this size comes, and takes them away again.",
+            "For development: port-forward service/longtail-dev-head-svc 8265 and submit runs with ray job submit, "
+            "placement.address=auto and placement.role_labels=true. RAY_AUTH_TOKEN is in the Secret longtail-dev, key "
+            "auth_token. The autoscaler adds pods when a second run of this size comes, and takes them away again.",
             ray_cluster(head_group(config), workers),
         ),
         **_autoscaled("cluster", "raycluster.yaml", "A cluster for development; its GCS survives its head.", options),

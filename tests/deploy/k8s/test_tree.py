@@ -15,7 +15,7 @@ from deploy.k8s.ray_objects import RAY_VERSION
 from deploy.k8s.render import write_tree
 from deploy.k8s.tree import render_tree
 from deploy.k8s.validate import check_stream, validate_path
-from deploy.placement import check_resources
+from deploy.placement import HEAD, POLICY, ROLLOUT, check_resources, role_selector
 from services.config.load import load_config, parse_config
 from services.config.schema import ClusterConfig
 from services.core.errors import ConfigError
@@ -71,7 +71,11 @@ def test_the_pods_hold_the_configuration_they_mount(preset: str) -> None:
     }
     config = shipped_config(preset)
     check_resources(config, have)
-    assert (config.placement.address, config.placement.role_labels) == ("auto", True)
+    assert config.placement.address == "auto"
+    labels = [g["labels"].items() for g in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+    for role in (HEAD, ROLLOUT, POLICY):
+        selector = role_selector(config, role).items()
+        assert selector and any(selector <= has for has in labels), f"no Ray node takes the role {role}"
 
 
 def test_gpu_limits_equal_what_ray_hands_out() -> None:
