@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from deploy.k8s.pods import IMAGE, Manifest
 from services.core.errors import ConfigError
 
 # DNS-1035, and short enough for the names that the operator makes of it.
@@ -15,6 +14,7 @@ _IMAGE_NAME = re.compile(r"^(?P<name>[^\s@]+?)(?::(?P<tag>[\w][\w.-]{0,127}))?(?
 
 
 OVERLAYS = ("job", "job-http", "job-kueue", "job-volcano", "cluster", "service")
+IMAGE = "longtail"  # what the manifests call the image; kustomize's `images` puts registry and tag in
 DEFAULT_IMAGE = "longtail:0.1.0"
 DEFAULT_NAMESPACE = "longtail"
 
@@ -43,11 +43,11 @@ class RenderOptions:
             raise ConfigError(f"{self.retries} retries: give 0 or more")
 
     @property
-    def images(self) -> list[Manifest]:
+    def images(self) -> list[dict[str, str]]:
         """For kustomize: what the manifests call longtail is this image."""
         match = _IMAGE_NAME.match(self.image)
         assert match is not None
-        image: Manifest = {"name": IMAGE, "newName": match["name"]}
+        image = {"name": IMAGE, "newName": match["name"]}
         if match["digest"]:
             return [{**image, "digest": match["digest"]}]
         return [{**image, "newTag": match["tag"] or "latest"}]

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deploy.k8s.options import IMAGE
 from deploy.k8s.sizing import GIB, Group
 from deploy.placement import HEAD, role_label
 
-IMAGE = "longtail"  # kustomize's `images` puts registry and tag in
 USER = 10001  # as in the Dockerfile
 DATA = "/data"  # the volume: run folders, models, prompt sets
 CACHE, TMP = "/cache", "/tmp"  # of each pod its own, gone with it

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
+from deploy.k8s.options import IMAGE
 from deploy.k8s.pods import (
     CONFIG_DIR,
     DATA,
-    IMAGE,
     NAME_LABEL,
     SERVE,
     Manifest,
