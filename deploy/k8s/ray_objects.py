@@ -55,15 +55,18 @@ def ray_cluster(head: Group, workers: tuple[Group, ...]) -> Manifest:
     return _object("RayCluster", "longtail-dev", _cluster(head, workers, options, autoscale=True), options.labels)
 
 
-def ray_service(head: Group) -> Manifest:
-    """The page of the runs on the volume, `deploy.serve:live`. No model is served yet."""
+def ray_service(head: Group, namespace: str) -> Manifest:
+    """The page of the runs on the volume, `deploy.serve:live`: read-only, because the runs are in other Ray clusters,
+    whose coordinators it cannot ask. No model is served yet."""
     options = PodOptions(run_labels("longtail-page"), serve=True, token=True)
     page = Group("page", ("page",), 1, 2, 0, 4 * GIB, GIB)
+    service = "longtail-page-serve-svc"  # the operator's name for it
     application = {
         "name": "live",
         "route_prefix": "/",
         "import_path": "deploy.serve:live",
-        "runtime_env": {"env_vars": {"LONGTAIL_RUNS": f"{DATA}/runs"}},
+        # By a name that is not listed the page does not answer (DNS rebinding); port-forward is localhost.
+        "args": {"runs_dir": f"{DATA}/runs", "allow_hosts": [service, f"{service}.{namespace}.svc.cluster.local"]},
     }
     serve = {"http_options": {"host": "0.0.0.0", "port": SERVE}, "applications": [application]}
     spec = {

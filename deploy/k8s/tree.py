@@ -129,7 +129,9 @@ def _cluster(config: ClusterConfig, options: RenderOptions) -> dict[str, str]:
 def _service(config: ClusterConfig, options: RenderOptions) -> dict[str, str]:
     return {
         "overlays/service/rayservice.yaml": manifest_text(
-            "The page of the runs on the volume. No model is served yet.", ray_service(head_group(config))
+            "The page of the runs on the volume, read-only: port-forward service/longtail-page-serve-svc 8000. Put the "
+            "names under which people reach it into allow_hosts. No model is served yet.",
+            ray_service(head_group(config), options.namespace),
         ),
         **_autoscaled("service", "rayservice.yaml", "The page of the runs; its GCS survives its head.", options),
     }
