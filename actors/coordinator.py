@@ -1,4 +1,4 @@
-"""The coordinator as an actor. `run` blocks in one thread; `stop` and `observations` answer meanwhile in another.
+"""The coordinator as an actor. `run` blocks in one thread; `control`, `stop` and `observations` answer meanwhile in another.
 
 What the run has to tell is queued here and fetched by the driver, which writes the run folder: one process owns the
 files, and it is the one that outlives Ray.
@@ -21,6 +21,7 @@ from actors.clients import (
     RayWaiter,
 )
 from services.config.schema import ClusterConfig
+from services.coordinator.control import ControlRequest
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.resume import Takeover
 from services.coordinator.services import Inputs, Services
@@ -87,6 +88,10 @@ class CoordinatorActor:
 
     def stop(self) -> None:
         self._coordinator.stop()
+
+    def control(self, request: ControlRequest) -> str:
+        """Raises ControlRefusedError."""
+        return self._coordinator.control.ask(request)
 
     def progress(self) -> ProgressView:
         return self._coordinator.latest()

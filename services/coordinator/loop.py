@@ -19,6 +19,7 @@ Who waits for whom:
 - `train_step` waits for all rewards. Rollout servers are idle meanwhile; responses are strictly on-policy.
 - `load` waits for every server to say that it serves exactly the published versions. A server that is lost does not
   hold up the others; it loads before it serves again.
+- `safe_point` waits while a person has the run paused. No step is under way there.
 
 The verbs are a protocol so that the loop can be read, and tested, without any service.
 """
@@ -36,6 +37,8 @@ class Verbs(Protocol):
     @property
     def steps_done(self) -> int:
         """Steps that the policy was trained on before this call; above 0 when the run was taken over."""
+
+    def safe_point(self) -> None: ...
 
     def prompts(self, step: int) -> Sequence[Prompt]: ...
 
@@ -68,6 +71,7 @@ def train(run: Verbs, steps: int, eval_every: int) -> None:
     if run.steps_done in (0, steps):
         run.evaluate(run.steps_done)
     for step in range(run.steps_done + 1, steps + 1):
+        run.safe_point()
         for finished in run.generate(step, run.prompts(step)):
             run.score(finished)
         groups = run.scored()

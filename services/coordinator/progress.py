@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from services.core.protocols import Clock
-from services.core.types import AcceptanceStats, ProgressView, RunEvent, ServerReport
+from services.core.types import AcceptanceStats, ControlState, ProgressView, RunEvent, ServerReport
 
 REFRESH_S = 0.25
 EVENTS_SHOWN = 5
 
 
 class ProgressBoard:
-    """`slots` answers with the present state of every slot. `publish` receives a view at most every REFRESH_S."""
+    """`slots` answers with the present state of every slot, `now` with the run's seconds, `control` with what people
+    asked of it. `publish` receives a view at most every REFRESH_S."""
 
     def __init__(
         self,
@@ -20,8 +21,10 @@ class ProgressBoard:
         clock: Clock,
         slots: Callable[[], Mapping[str, str]],
         publish: Callable[[ProgressView], None],
+        now: Callable[[], float],
+        control: Callable[[], ControlState],
     ) -> None:
-        self._clock = clock
+        self._clock, self._now, self._control = clock, now, control
         self._slots = slots
         self._publish = publish
         self._num_steps = num_steps
@@ -94,4 +97,6 @@ class ProgressBoard:
             drafter_version=self.drafter_version,
             slots=dict(self._slots()),
             events=tuple(self._events),
+            at_s=self._now(),
+            control=self._control(),
         )

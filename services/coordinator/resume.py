@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.coordinator.observer import RunObserver
-from services.core.types import EvalResult, Group, ProgressView, RunEvent, SlotSpan, StepMetrics
+from services.core.types import ControlState, EvalResult, Group, ProgressView, RunEvent, SlotSpan, StepMetrics
 
 EPOCHS = 2**32  # of one incarnation: more than a run can use
 
@@ -29,6 +29,7 @@ class Takeover:
     evaluations: tuple[EvalResult, ...] = ()
     events: int = 0
     drafter_version: int = 0
+    control: ControlState = ControlState()
 
     @property
     def first_epoch(self) -> int:
@@ -53,6 +54,7 @@ class RunMemory:
     evaluations: dict[int, EvalResult] = field(default_factory=dict)
     events: int = 0
     drafter_version: int = 0
+    control: ControlState = ControlState()
 
     def takeover(self, elapsed_s: float) -> Takeover:
         self.incarnation += 1
@@ -63,6 +65,7 @@ class RunMemory:
             tuple(self.evaluations.values()),
             self.events,
             self.drafter_version,
+            self.control,
         )
 
     def step(self, metrics: StepMetrics) -> None:
@@ -85,6 +88,7 @@ class RunMemory:
 
     def progress(self, view: ProgressView) -> None:
         self.drafter_version = max(self.drafter_version, view.drafter_version)
+        self.control = view.control
         self.observer.progress(view)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
