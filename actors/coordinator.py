@@ -1,4 +1,4 @@
-"""The coordinator as an actor. `run` blocks in one thread; `control`, `stop` and `observations` answer meanwhile in another.
+"""The coordinator as an actor. `run` blocks in one thread; the other methods answer meanwhile in others.
 
 What the run has to tell is queued here and fetched by the driver, which writes the run folder: one process owns the
 files, and it is the one that outlives Ray.

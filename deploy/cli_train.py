@@ -89,9 +89,13 @@ def _run(config: ClusterConfig, folder: RunFolder) -> None:
 
         run_local(config, folder, on_drafter=export)
     else:
-        from deploy.cluster import run_on_ray
+        from deploy.cluster import ray_address, run_on_ray
 
-        run_on_ray(config, folder, on_drafter=export, on_start=lambda _: interrupt_on_sigterm(), run_id=folder.run_id)
+        def started(_handles: Mapping[str, Any]) -> None:
+            interrupt_on_sigterm()
+            folder.reachable_at(ray_address())
+
+        run_on_ray(config, folder, on_drafter=export, on_start=started, run_id=folder.run_id)
 
 
 def _micro_steps(run_dir: Path) -> int:

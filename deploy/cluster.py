@@ -109,6 +109,12 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
         end_processes(started)
 
 
+def ray_address() -> str:
+    """Where the connected Ray's head answers, HOST:PORT."""
+    address: str = ray.get_runtime_context().gcs_address
+    return address
+
+
 @contextmanager
 def actors(config: ClusterConfig, inputs: Inputs, run_id: str | None = None) -> Iterator[Handles]:
     """Every actor of the run, constructed and answering."""

@@ -35,6 +35,7 @@ class ProgressBoard:
         self._finished: list[AcceptanceStats] = []
         self._running: dict[str, dict[str, AcceptanceStats]] = {}
         self.phase = "starting"
+        self._phase_at_s = now()
         self.step = 0
         self.rollouts_total = 0
         self.rollouts_done = 0
@@ -46,12 +47,13 @@ class ProgressBoard:
 
     def begin(self, phase: str, rollouts_total: int) -> None:
         self.phase, self.rollouts_total, self.rollouts_done = phase, rollouts_total, 0
+        self._phase_at_s = self._now()
         self._tokens, self._started_s = 0, self._clock()
         self._finished, self._running = [], {}
         self.refresh(force=True)
 
     def enter(self, phase: str) -> None:
-        self.phase = phase
+        self.phase, self._phase_at_s = phase, self._now()
         self.refresh(force=True)
 
     def report(self, server: str, report: ServerReport) -> None:
@@ -98,5 +100,6 @@ class ProgressBoard:
             slots=dict(self._slots()),
             events=tuple(self._events),
             at_s=self._now(),
+            phase_at_s=self._phase_at_s,
             control=self._control(),
         )

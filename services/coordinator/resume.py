@@ -29,7 +29,7 @@ class Takeover:
     evaluations: tuple[EvalResult, ...] = ()
     events: int = 0
     drafter_version: int = 0
-    control: ControlState = ControlState()
+    control: ControlState = field(default_factory=ControlState)
 
     @property
     def first_epoch(self) -> int:
@@ -54,7 +54,7 @@ class RunMemory:
     evaluations: dict[int, EvalResult] = field(default_factory=dict)
     events: int = 0
     drafter_version: int = 0
-    control: ControlState = ControlState()
+    control: ControlState = field(default_factory=ControlState)
 
     def takeover(self, elapsed_s: float) -> Takeover:
         self.incarnation += 1

@@ -368,7 +368,8 @@ class ControlState:
 
 @dataclass(frozen=True, slots=True)
 class ProgressView:
-    """What the live display shows; cheap to produce at any time. `at_s`: seconds since the start of the run."""
+    """What the live display shows; cheap to produce at any time. `at_s` is when it was made and `phase_at_s` when the
+    phase began, in seconds since the start of the run."""
 
     phase: str
     step: int
@@ -385,4 +386,5 @@ class ProgressView:
     slots: Mapping[str, str]
     events: tuple[RunEvent, ...] = ()
     at_s: float = 0.0
+    phase_at_s: float = 0.0
     control: ControlState = ControlState()

@@ -6,6 +6,7 @@
     events.jsonl       lost servers, returns, published drafters, ...
     spans.jsonl        slot roles
     rollouts/          step_00001.parquet, ...
+    progress.json      what is happening now, replaced about once a second
     summary.json, trace.json, report.html    at the end
 
 Appends are one write of one whole line, so a killed run leaves a folder that `longtail report RUN_DIR` can render.
@@ -27,6 +28,7 @@ from services.config.schema import ClusterConfig
 from services.core.errors import ConfigError
 from services.core.types import EvalResult, Group, ProgressView, RunEvent, SlotSpan, StepMetrics
 from services.report.html import render_html
+from services.report.progress_file import ProgressFile
 from services.report.records import Row, to_json, to_row, write_atomic
 from services.report.rollouts_file import write_rollouts
 from services.report.run_data import load_run
@@ -83,13 +85,26 @@ class RunFolder:
         self._rollouts = self.path / "rollouts"
         self._rollouts.mkdir()
         write_atomic(self.path / "config.yaml", dump_config(config))
-        about = {"run_id": self.run_id, "name": config.run.name, "started_at": started_at.isoformat(timespec="seconds")}
-        write_atomic(self.path / "run.json", to_json(about, indent=2) + "\n")
+        self._about = {
+            "run_id": self.run_id,
+            "name": config.run.name,
+            "started_at": started_at.isoformat(timespec="seconds"),
+        }
+        self._write_about()
         self._metrics = _LineFile(self.path / "metrics.jsonl")
         self._events = _LineFile(self.path / "events.jsonl")
         self._spans = _LineFile(self.path / "spans.jsonl")
+        self._progress_file = ProgressFile(self.path / "progress.json")
         self._progress_lock = threading.Lock()
         self._progress: ProgressView | None = None
+
+    def reachable_at(self, ray_address: str) -> None:
+        """Tell in run.json where the run's Ray answers, so that it can be controlled from another process."""
+        self._about["ray_address"] = ray_address
+        self._write_about()
+
+    def _write_about(self) -> None:
+        write_atomic(self.path / "run.json", to_json(self._about, indent=2) + "\n")
 
     @property
     def drafter_dir(self) -> Path:
@@ -115,6 +130,7 @@ class RunFolder:
     def progress(self, view: ProgressView) -> None:
         with self._progress_lock:
             self._progress = view
+        self._progress_file.offer(view)
 
     def latest_progress(self) -> ProgressView | None:
         """The newest view, for the live display; None before the first."""
@@ -123,6 +139,7 @@ class RunFolder:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, trace.json and report.html; call it also for a stopped run, with status "stopped"."""
+        self._progress_file.close()
         wall_s = round(self._clock() - self._started_s, 3)
         row = to_row({"run_id": self.run_id, "status": "finished", "wall_seconds": wall_s, **summary})
         write_atomic(self.path / "summary.json", to_json(row, indent=2) + "\n")
