@@ -102,7 +102,7 @@ def _raise_file_limit() -> None:
     """Every connection is a file; the usual soft limit of 1024 is less than we take."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + 200
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
     if soft < wanted:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
-        )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
