@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from typing import Annotated, Any
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-from fastapi import APIRouter, Depends, HTTPException, Security
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi import APIRouter, HTTPException, Request, Response, Security
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 
 from services.coordinator.control import Action, ControlRequest
 from services.gateway.channel import ControlChannel
@@ -17,6 +19,7 @@ from services.gateway.settings import Settings
 from services.gateway.source import RunSource
 
 SCHEME = HTTPBearer(auto_error=False, description="The token that `longtail page` made, or LONGTAIL_TOKEN.")
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 PLAIN: tuple[Action, ...] = ("pause", "resume", "checkpoint", "stop")
 MEANING: dict[Action, str] = {
     "pause": "Pause when the step under way is done.",
@@ -37,30 +40,49 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def control_router(source: RunSource, control: ControlChannel | None, settings: Settings) -> APIRouter:
-    def authorised(
-        credentials: Annotated[HTTPAuthorizationCredentials | None, Security(SCHEME)],
-    ) -> ControlChannel:
-        """Before anything else is looked at: who has no token learns nothing about runs or bodies."""
-        if control is None or settings.token is None:
-            raise HTTPException(403, "this server is read-only: start it with a token to control runs")
-        given = credentials.credentials if credentials else ""
-        if not hmac.compare_digest(given.encode(), settings.token.encode()):
-            raise HTTPException(401, "send the token as `Authorization: Bearer TOKEN`", {"WWW-Authenticate": "Bearer"})
-        return control
+def guarded_route(token: str | None) -> type[APIRoute]:
+    """A route that looks at the token before anything else: who has none learns nothing about runs or bodies. (A
+    dependency would run after the body was parsed.)"""
 
-    async def send(channel: ControlChannel, run_id: str, request: ControlRequest) -> ControlAnswer:
+    def authorise(request: Request) -> None:
+        if token is None:
+            raise HTTPException(403, "this server is read-only: start it with a token to control runs")
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode(), token.encode())
+        if scheme.lower() != "bearer" or not right:
+            raise HTTPException(401, "send the token as `Authorization: Bearer TOKEN`", {"WWW-Authenticate": "Bearer"})
+
+    class GuardedRoute(APIRoute):
+        def get_route_handler(self) -> Handler:
+            handle = super().get_route_handler()
+
+            async def guarded(request: Request) -> Response:
+                authorise(request)
+                return await handle(request)
+
+            return guarded
+
+    return GuardedRoute
+
+
+def control_router(source: RunSource, control: ControlChannel | None, settings: Settings) -> APIRouter:
+    async def send(run_id: str, request: ControlRequest) -> ControlAnswer:
+        assert control is not None, "every route is guarded"
         await asyncio.to_thread(source.run, run_id)  # raises UnknownRunError
-        message = await asyncio.to_thread(channel.send, run_id, request)
+        message = await asyncio.to_thread(control.send, run_id, request)
         return ControlAnswer(run_id=run_id, action=request.action, message=message)
 
-    Channel = Annotated[ControlChannel, Depends(authorised)]
-    router = APIRouter(prefix="/api/v1/runs/{run_id}/control", tags=["control"])
+    router = APIRouter(
+        prefix="/api/v1/runs/{run_id}/control",
+        tags=["control"],
+        route_class=guarded_route(None if control is None else settings.token),
+        dependencies=[Security(SCHEME)],  # for the schema
+    )
     options: dict[str, Any] = {"status_code": 202, "response_model": ControlAnswer, "responses": REFUSALS}
 
     def add_plain(action: Action) -> None:
-        async def ask(channel: Channel, run_id: RunIdPath) -> ControlAnswer:
-            return await send(channel, run_id, ControlRequest(action))
+        async def ask(run_id: RunIdPath) -> ControlAnswer:
+            return await send(run_id, ControlRequest(action))
 
         router.add_api_route(f"/{action}", ask, methods=["POST"], name=action, description=MEANING[action], **options)
 
@@ -68,7 +90,7 @@ def control_router(source: RunSource, control: ControlChannel | None, settings: 
         add_plain(action)
 
     @router.post("/selector", name="selector", description=MEANING["selector"], **options)
-    async def selector(channel: Channel, run_id: RunIdPath, body: SelectorRequest) -> ControlAnswer:
-        return await send(channel, run_id, ControlRequest("selector", body.strategy))
+    async def selector(run_id: RunIdPath, body: SelectorRequest) -> ControlAnswer:
+        return await send(run_id, ControlRequest("selector", body.strategy))
 
     return router

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -18,6 +19,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\d{1,5})?")
 MAX_TARGET = 2048  # bytes of path and query
 
 HEADERS = {
@@ -80,9 +82,8 @@ class Guard:
         rebinding); the Host header still carries that name."""
         if "*" in self._settings.hosts:
             return
-        text = raw.decode("latin-1").lower()
-        host = text.rsplit(":", 1)[0] if ":" in text.rpartition("]")[2] else text
-        if host not in self._settings.hosts:
+        found = HOST.fullmatch(raw.decode("latin-1").lower())
+        if found is None or found[1] not in self._settings.hosts:
             raise Refused(421, "this server does not answer under that host name: start it with --allow-host NAME")
 
     @property

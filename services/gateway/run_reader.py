@@ -124,6 +124,7 @@ class RunReader:
         return Totals(
             rollouts=sum(s.num_rollouts for s in steps),
             response_tokens=sum(s.response_tokens for s in steps),
+            rollout_s=sum(s.rollout_s or 0.0 for s in steps),
             idle_s=sum(s.idle_s or 0.0 for s in steps),
             drafting_s=sum(s.drafting_s or 0.0 for s in steps),
             reward_mean=last.reward_mean if last else None,

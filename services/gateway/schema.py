@@ -79,6 +79,7 @@ class Totals(Answer):
 
     rollouts: int
     response_tokens: int
+    rollout_s: float
     idle_s: float
     drafting_s: float
     reward_mean: float | None

@@ -12,7 +12,7 @@ const ENDED = ["finished", "stopped", "failed", "silent"];
 const $ = (id) => document.getElementById(id);
 
 const timeline = new Timeline($("timeline"));
-const state = { run: null, detail: null, asked: 0, lengthsOf: null, lengths: null, since: {}, rows: {} };
+const state = { windowChosen: false, run: null, detail: null, asked: 0, lengthsOf: null, lengths: null, since: {}, rows: {} };
 const panel = new ControlPanel($("control"), () => state.run);
 
 function select(run) {
@@ -22,7 +22,7 @@ function select(run) {
 
 async function readRuns() {
   const { runs, control } = await get("/runs");
-  $("control").hidden = !control;
+  state.control = control;
   const wanted = new URLSearchParams(location.search).get("run");
   const known = runs.map((r) => r.run_id);
   const going = runs.find((r) => !ENDED.includes(r.status)) ?? runs[0];
@@ -72,11 +72,13 @@ function tiles(detail) {
   const { totals, progress } = detail, live = progress && !ENDED.includes(detail.status);
   const first = state.rows.evaluations[0]?.reward_mean ?? null;
   const acceptance = (live && progress.acceptance_length) ?? totals.acceptance_length;
+  const step = state.rows.steps.at(-1);
   const used = totals.idle_s + totals.drafting_s;
   return [
     ["step", "Step", live || progress ? `${Math.min(progress.step, progress.num_steps)} of ${progress.num_steps}` : number(detail.num_steps_done, 0), `${seconds(detail.now_s)} since the start`],
-    ["tokens", "Tokens per second", live ? number(progress.tokens_per_s, 0) : number(null), live ? "in this phase" : `${number(totals.response_tokens, 0)} in all`],
+    ["tokens", "Tokens per second", number(live ? progress.tokens_per_s : totals.rollout_s ? totals.response_tokens / totals.rollout_s : null, 0), live ? "in this phase" : "while generating"],
     ["acceptance", "Acceptance length", number(acceptance === false ? totals.acceptance_length : acceptance), progress?.control.forced ? `forced: ${progress.control.forced}` : "tokens per verify step"],
+    ["lengths", "Response length", number(step?.response_len_p50, 0), step ? `median; longest ${number(step.response_len_max, 0)}` : "not measured"],
     ["reward", "Reward", number(totals.reward_mean, 3), "last step"],
     ["heldout", "Held-out reward", number(totals.heldout_reward, 3), first === null ? "not measured" : `${number(first, 3)} at first`],
     ["versions", "Versions", `${Math.max(totals.policy_version, progress?.policy_version ?? 0)} / ${Math.max(totals.drafter_version, progress?.drafter_version ?? 0)}`, "policy / drafter"],
@@ -104,7 +106,8 @@ function headline(detail) {
   if (detail.status === "stopped") return `Stopped after ${number(detail.num_steps_done, 0)} steps`;
   if (detail.status === "silent") return "No sign of life: its process was killed, or cannot write its folder";
   if (detail.status === "paused") return `Paused after step ${detail.num_steps_done}`;
-  return p && p.step ? `Step ${p.step} of ${p.num_steps}` : "Starting";
+  if (p?.phase === "evaluation" || p?.phase === "comparison") return p.phase === "evaluation" ? "Held-out evaluation" : "Comparison, speculation off and on";
+  return p?.step ? `Step ${p.step} of ${p.num_steps}` : "Starting";
 }
 
 function drawHead(detail) {
@@ -166,8 +169,10 @@ let drawn = "";
 function draw() {
   const { detail, rows } = state;
   if (!detail) return;
+  if (!state.windowChosen) showWindow(ENDED.includes(detail.status) ? 0 : 60);
   drawHead(detail);
   drawFigures(detail);
+  $("control").hidden = !state.control || ENDED.includes(detail.status);
   panel.show(detail);
   drawTimeline();
   const key = [state.run, rows.steps.length, rows.evaluations.length, state.lengthsOf, innerWidth].join();
@@ -207,13 +212,13 @@ $("runs").addEventListener("change", () => {
 addEventListener("popstate", again);
 document.addEventListener("visibilitychange", () => document.hidden || again());
 for (const button of $("windows").children) {
-  button.addEventListener("click", () => { timeline.window = Number(button.dataset.seconds); pressed(); drawTimeline(); });
+  button.addEventListener("click", () => { state.windowChosen = true; showWindow(Number(button.dataset.seconds)); drawTimeline(); });
 }
-function pressed() {
-  for (const button of $("windows").children) button.setAttribute("aria-pressed", Number(button.dataset.seconds) === timeline.window);
+function showWindow(window) {
+  timeline.window = window;
+  for (const button of $("windows").children) button.setAttribute("aria-pressed", Number(button.dataset.seconds) === window);
 }
 $("timeline").querySelector("details").addEventListener("toggle", drawTimeline);
 new ResizeObserver(() => draw()).observe($("timeline"));
 setInterval(() => document.hidden || (state.detail && ENDED.includes(state.detail.status)) || drawTimeline(), MOVE_MS);
-pressed();
 look();

@@ -5,6 +5,7 @@ import { fillTable, Frame, html, legend, number, seconds, svg } from "./draw.js"
 const ROLES = ["rollout", "draining", "idle", "drafting", "policy", "lost", "reward"];
 const ROW = 32, BAR = 22, TOP = 26, BOTTOM = 40;
 const BAD = /(lost|gone|mismatch|failed)$/; // endings of event kinds that deserve red
+const HINT = "Point at the drawing, or go through it with the arrow keys.";
 const KEPT = 20000; // spans; older ones leave the drawing
 
 export const isBad = (kind) => BAD.test(kind);
@@ -16,6 +17,7 @@ export class Timeline {
     this.place = card.querySelector("#rows");
     this.told = card.querySelector("#told");
     this.window = 60;
+    this.told.textContent = HINT;
     this.reset();
     this.place.addEventListener("pointermove", (e) => this.point(e));
     this.place.addEventListener("pointerleave", () => this.choose(null));
@@ -149,7 +151,7 @@ export class Timeline {
     this.chosen = span;
     this.drawChosen();
     const what = span && `${span.slot}: ${span.role} ${number(span.start_s)}\u2013${span.going ? "now" : number(span.end_s)} s`;
-    this.told.textContent = span ? `${what} (${seconds(span.end_s - span.start_s)}) ${span.label}` : "\u00a0";
+    this.told.textContent = span ? `${what} (${seconds(span.end_s - span.start_s)}) ${span.label}` : HINT;
   }
 
   drawChosen() {
