@@ -13,7 +13,7 @@ from fastapi.security import HTTPBearer
 
 from services.coordinator.control import Action, ControlRequest
 from services.gateway.channel import ControlChannel
-from services.gateway.read_api import RunIdPath
+from services.gateway.read_api import LIMITS, RunIdPath
 from services.gateway.schema import ControlAnswer, Problem, SelectorRequest
 from services.gateway.settings import Settings
 from services.gateway.source import RunSource
@@ -29,12 +29,12 @@ MEANING: dict[Action, str] = {
     "selector": "Use one strategy from the next step on, or give the choice back to the selector.",
 }
 REFUSALS: dict[int | str, dict[str, Any]] = {
+    **LIMITS,
+    400: {"model": Problem, "description": "The body is no text."},
     401: {"model": Problem, "description": "No token, or not the right one."},
     403: {"model": Problem, "description": "This server takes no control requests."},
     404: {"model": Problem, "description": "There is no such run."},
-    408: {"model": Problem, "description": "The request took too long."},
     409: {"model": Problem, "description": "The run cannot do that now."},
-    413: {"model": Problem, "description": "The body is too long."},
     503: {"model": Problem, "description": "The run cannot be reached."},
     504: {"model": Problem, "description": "The run did not answer in time."},
 }

@@ -49,12 +49,12 @@ class Guard:
     """The ASGI application around `app`."""
 
     def __init__(self, app: App, settings: Settings) -> None:
-        self._app, self._settings = app, settings
+        self.app, self._settings = app, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
-                await self._app(scope, receive, send)
+                await self.app(scope, receive, send)
             elif scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             return
@@ -62,7 +62,7 @@ class Guard:
         try:
             self._check(scope)
             async with asyncio.timeout(self._settings.request_s):
-                await self._app(scope, await self._whole(receive), answer.send)
+                await self.app(scope, await self._whole(receive), answer.send)
         except Refused as refused:
             await answer.refuse(refused.status, refused.detail)
         except TimeoutError:

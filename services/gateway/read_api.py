@@ -33,11 +33,14 @@ Limit = Annotated[int, Query(ge=1, le=PAGE, description="At most so many rows; a
 IfNoneMatch = Annotated[str | None, Header(description="The ETag of the answer that is at hand already.")]
 Row = TypeVar("Row")
 
-UNKNOWN: dict[int | str, dict[str, Any]] = {
-    304: {"description": "As before: the ETag matches."},
-    404: {"model": Problem, "description": "There is no such run."},
+LIMITS: dict[int | str, dict[str, Any]] = {
     408: {"model": Problem, "description": "The request took too long."},
+    413: {"model": Problem, "description": "The body is too long."},
+    414: {"model": Problem, "description": "Path and query are too long."},
+    421: {"model": Problem, "description": "This server does not answer under that host name."},
 }
+SHARED: dict[int | str, dict[str, Any]] = {304: {"description": "As before: the ETag matches."}, **LIMITS}
+UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"model": Problem, "description": "There is no such run."}, **SHARED}
 
 
 def page(rows: Sequence[Row], count: int, since: int, limit: int) -> tuple[tuple[Row, ...], int]:
@@ -80,7 +83,7 @@ def read_router(source: RunSource, settings: Settings, controlled: bool) -> APIR
     router = APIRouter(prefix="/api/v1", tags=["read"])
     readings = _Readings(source, settings.fresh_s)
 
-    @router.get("/runs", responses={304: UNKNOWN[304]}, response_model=RunList)
+    @router.get("/runs", responses=SHARED, response_model=RunList)
     async def list_runs(if_none_match: IfNoneMatch = None) -> Response:
         """Every run that there is."""
         body = await readings.other("runs", lambda: RunList(runs=tuple(source.runs()), control=controlled))
