@@ -21,6 +21,7 @@ from services.gateway.source import FolderSource
 
 HEADER_S = 10.0  # for a whole request header, from the connection or from the answer before
 MAX_CONNECTIONS = 4000
+BACKLOG = 2048
 CONSOLE = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -74,8 +75,8 @@ def serve_page(
     CONSOLE.print("read-only" if token is None else f"control token: in {token.source}")
     config = uvicorn.Config(
         app, http=PatientProtocol, ws="none", log_level="warning", server_header=False, access_log=False,
-        limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=int(HEADER_S), timeout_graceful_shutdown=3,
-        lifespan="off",
+        limit_concurrency=MAX_CONNECTIONS, backlog=BACKLOG, timeout_keep_alive=int(HEADER_S), lifespan="off",
+        timeout_graceful_shutdown=3,
     )  # fmt: skip
     uvicorn.Server(config).run(sockets=[listening])
 
@@ -91,6 +92,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(found[0], found[1])
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(found[4])
+        listening.listen(BACKLOG)  # a browser that comes before the server is ready waits
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host}:{port} ({error.strerror}): choose another --host or --port"
