@@ -18,11 +18,11 @@ import psutil
 import pytest
 import yaml
 
-from deploy.processes import still_running
+from deploy.processes import end_processes, still_running
 from tests.deploy.page_process import TOKEN, served
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def get(url: str) -> Any:
@@ -52,7 +52,8 @@ def wait(url: str, true: Callable[[Any], Any], process: subprocess.Popen[str] | 
 def test_a_run_on_ray_is_controlled_over_http(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
-    config = tiny_run(make_model_folder(tmp_path), runs, run={"dir": str(runs), "steps": 10_000, "eval_prompts": 0})
+    config = tiny_run(make_model_folder(tmp_path), runs, run={"dir": str(runs), "steps": 10_000, "eval_prompts": 0},
+                      coordinator={"start_timeout_s": 300.0, "call_timeout_s": 120.0})  # fmt: skip
     preset = tmp_path / "long.yaml"
     preset.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
     command = [sys.executable, "-m", "deploy", "train", str(preset), "--quiet"]
@@ -64,7 +65,7 @@ def test_a_run_on_ray_is_controlled_over_http(tmp_path: Path) -> None:
             api = f"{server.url}/api/v1/runs"
             (entry,) = wait(api, lambda a: a["runs"], process)["runs"]
             run = f"{api}/{entry['run_id']}"
-            wait(run, lambda a: a["num_steps_done"] >= 2, process)
+            wait(run, lambda a: a["num_steps_done"] >= 2, process, 300)
             started = psutil.Process(process.pid).children(recursive=True)
             began = time.monotonic()
             assert post(f"{run}/control/pause")[0] == 202
@@ -92,6 +93,8 @@ def test_a_run_on_ray_is_controlled_over_http(tmp_path: Path) -> None:
             assert status in (503, 504), gone
             assert get(run)["status"] == "stopped" and server.process.poll() is None
     finally:
+        left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.kill()
+        end_processes(left)
         log.close()
     assert process.returncode == 130, (tmp_path / "log").read_text()
