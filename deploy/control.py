@@ -72,7 +72,7 @@ class ProcessChannel:
 
     def send(self, run_id: str, request: ControlRequest) -> str:
         """`run_id` is one that the gateway found in the folder."""
-        address = self._address or (read_json(self._runs_dir / run_id / "run.json") or {}).get("ray_address")
+        address = self._address or _address_of(self._runs_dir / run_id)
         if not isinstance(address, str):
             raise ServiceLostError(
                 f"run {run_id}", "its folder names no Ray: it runs without Ray (placement.mode: local) or has not begun"
@@ -88,6 +88,12 @@ class ProcessChannel:
                 f"no connection to Ray at {address} within {PROCESS_S:.0f} s: has the run ended?"
             ) from None
         return _answer(done, address)
+
+
+def _address_of(run_dir: Path) -> Any:
+    """Where the Ray of the run's last start answers."""
+    starts = (read_json(run_dir / "run.json") or {}).get("starts")
+    return starts[-1].get("ray_address") if starts else None
 
 
 def _environment() -> dict[str, str]:

@@ -99,7 +99,7 @@ class Control:
 
     def _ask_checkpoint(self) -> str:
         if not self._checkpoints:
-            raise ControlRefusedError("this run keeps no policy checkpoints: start it with a place for them")
+            raise ControlRefusedError("this run writes no checkpoints: start it with run.checkpoint_every above 0")
         self._wants_checkpoint = True
         return "a checkpoint is written when the step under way is done"
 
@@ -123,7 +123,7 @@ class SafePoint:
     timeline: Timeline
     board: ProgressBoard
     tell: Callable[[str, str, str], RunEvent]
-    write_checkpoint: Callable[[], str] | None = None
+    write_checkpoint: Callable[[], str]
 
     def reach(self) -> None:
         """Obey what was asked; returns when the run may go on. Raises StopRequested."""
@@ -135,8 +135,7 @@ class SafePoint:
     def _obey(self) -> bool:
         """Whether the servers have to be told another strategy."""
         if self.control.take_checkpoint():
-            assert self.write_checkpoint is not None, "Control refuses what nobody can do"
-            self.tell("checkpoint_written", "policy", self.write_checkpoint())
+            self.tell("checkpoint", "policy", self.write_checkpoint())
         forced = self.control.state.forced
         if forced == self.fleet.forced:
             return False

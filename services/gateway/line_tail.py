@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -19,16 +20,19 @@ class LineTail(Generic[T]):
 
     def __init__(self, path: Path, model: type[T], kind: str | None = None) -> None:
         self._path, self._model, self._kind = path, model, kind
-        self._offset = 0
+        self._offset, self._inode = 0, 0
         self.rows: list[T] = []
         self.bad = 0
 
     def read_on(self) -> bool:
-        """Take what was appended. False: the file is another one than before (shorter); start with a new LineTail."""
+        """Take what was appended. False: the file is another one than before, or shorter, as when a run went back to a
+        checkpoint; start with a new LineTail."""
         try:
             with open(self._path, "rb") as file:
-                if file.seek(0, 2) < self._offset:
+                about = os.fstat(file.fileno())
+                if self._inode not in (0, about.st_ino) or about.st_size < self._offset:
                     return False
+                self._inode = about.st_ino
                 file.seek(self._offset)
                 data = file.read(READ_BYTES)
         except FileNotFoundError:

@@ -27,6 +27,7 @@ class ProgressFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        path.unlink(missing_ok=True)  # of an earlier start of this run
         self._lock = threading.Lock()
         self._view: tuple[ProgressView, float] | None = None
         self._written: tuple[ProgressView, float] | None = None

@@ -141,7 +141,7 @@ def test_buttons_control_the_run(tab: Tab, run: LiveRun) -> None:
     tab.until("document.querySelector('#events').textContent", lambda t: "strategy off on request" in t, 120)
     use_token(tab, "a wrong one")
     click(tab, "pause")
-    tab.until("document.querySelector('#answer.bad').textContent", lambda t: t == "That is not this server's token.")
+    tab.until("document.querySelector('#answer.bad')?.textContent", lambda t: t == "That is not this server's token.")
     tab.until("1", lambda _: any("401" in e for e in tab.errors))  # the browser reports the refusal itself
     tab.errors[:] = [e for e in tab.errors if "401" not in e]
     use_token(tab)

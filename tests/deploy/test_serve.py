@@ -91,7 +91,7 @@ def test_it_serves_the_page_and_controls_runs_by_their_actors(url: str, root: Pa
     assert ask(f"{url}/api/v1/runs/{first}/control/pause", b"", **right)[0] == 202
     assert ray.get(coordinator.state.remote(), timeout=60) == ControlState(paused=True)
     status, body = ask(f"{url}/api/v1/runs/{first}/control/checkpoint", b"", **right)
-    assert status == 409 and b"keeps no policy checkpoints" in body
+    assert status == 409 and b"writes no checkpoints" in body
     status, body = ask(f"{url}/api/v1/runs/{second}/control/pause", b"", **right)
     assert status == 503 and b"Ray knows no actor of run" in body
     assert ask(f"{url}/api/v1/runs", Host="evil.example")[0] == 421

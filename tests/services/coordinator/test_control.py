@@ -10,8 +10,8 @@ import pytest
 
 from services.coordinator.control import Control, ControlRequest, forceable
 from services.core.errors import ControlRefusedError, StopRequested
-from services.core.types import ControlState, ProgressView
-from tests.services.coordinator.fakes import CoordinatorKilled, World, tiny_config
+from services.core.types import ControlState, ProgressView, RunEvent
+from tests.services.coordinator.fakes import CoordinatorKilled, Recorder, World, tiny_config
 
 EAGLE = "eagle_3_1_4"
 
@@ -161,8 +161,57 @@ def test_an_unknown_strategy_is_refused_with_those_that_are_known(name: str) -> 
 
 
 def test_a_checkpoint_without_a_place_for_it_is_refused() -> None:
-    with pytest.raises(ControlRefusedError, match="keeps no policy checkpoints"):
+    with pytest.raises(ControlRefusedError, match=r"run\.checkpoint_every above 0"):
         control().ask(ControlRequest("checkpoint"))
+
+
+def checkpointed(world: World) -> list[int]:
+    return [note.step for note, _, _ in world.policy.instance.checkpoints]
+
+
+def test_a_checkpoint_is_of_the_step_under_way_and_on_the_disk_when_it_is_told() -> None:
+    world = World(tiny_config(run={"steps": 4, "eval_prompts": 0, "checkpoint_every": 100}))
+    at_step(world, 2, lambda c: c.ask(ControlRequest("checkpoint")))
+    flushed: list[int] = []
+
+    class Looking(Recorder):
+        def event(self, event: RunEvent) -> None:
+            super().event(event)
+            if event.kind == "checkpoint":
+                flushed.append(world.policy.instance.flushed)
+
+    world.observer = Looking(watch=world.observer.watch)
+    world.replace_services()
+    world.coordinator.run()
+    assert checkpointed(world) == [2, 4] and flushed == [1]
+    assert [e.message for e in world.observer.events if e.kind == "checkpoint"] == ["step 2 is on the disk"]
+
+
+def test_a_checkpoint_is_written_during_a_pause() -> None:
+    world = World(tiny_config(run={"steps": 3, "eval_prompts": 0, "checkpoint_every": 100}))
+    at_step(world, 1, lambda c: c.ask(ControlRequest("pause")))
+    asked: list[float] = []
+    asleep = world.host._sleep
+
+    def sleep(seconds: float) -> None:
+        asleep(seconds)
+        if world.coordinator.latest().phase == "paused":
+            asked.append(world.clock())
+            world.coordinator.control.ask(ControlRequest("checkpoint" if len(asked) < 4 else "resume"))
+
+    world.host._sleep = sleep
+    world.coordinator.run()
+    assert checkpointed(world) == [1, 3], "asked for again it is the same one"
+    kinds = [e.kind for e in world.observer.events if e.kind in ("paused", "checkpoint", "resumed")]
+    assert kinds[0] == "paused" and kinds[-1] == "resumed" and "checkpoint" in kinds
+
+
+def test_a_checkpoint_before_the_first_step_says_that_there_is_nothing_to_keep() -> None:
+    world = World(tiny_config(run={"steps": 1, "eval_prompts": 0, "checkpoint_every": 100}))
+    world.coordinator.control.ask(ControlRequest("checkpoint"))
+    world.coordinator.run()
+    (told,) = [e.message for e in world.observer.events if e.kind == "checkpoint"]
+    assert told.startswith("no step is done yet") and checkpointed(world) == [1]
 
 
 def test_a_checkpoint_is_taken_once() -> None:
