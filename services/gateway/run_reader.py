@@ -180,18 +180,19 @@ def _status(path: Path, progress: Row, summary: Row, now: float) -> Status:
     alive_at = number(progress, "alive_at")
     living = alive_at is not None and now - alive_at < SILENT_S
     ended = summary.get("status")
-    if ended in ENDED and not (living and alive_at > _modified(path / "summary.json")):  # type: ignore[operator]
+    if ended in ENDED and not (living and alive_at * 1e9 > modified_ns(path / "summary.json")):  # type: ignore[operator]
         return ended  # type: ignore[no-any-return]
     if living:
         return "paused" if progress.get("phase") == "paused" else "running"
-    return "starting" if alive_at is None and now - _modified(path / "run.json") < STARTING_S else "silent"
+    return "starting" if alive_at is None and now - modified_ns(path / "run.json") / 1e9 < STARTING_S else "silent"
 
 
-def _modified(path: Path) -> float:
+def modified_ns(path: Path) -> int:
+    """When it was written last; 0 when it is not there."""
     try:
-        return path.stat().st_mtime
+        return path.stat().st_mtime_ns
     except FileNotFoundError:
-        return 0.0
+        return 0
 
 
 def _progress(row: Row) -> Progress | None:

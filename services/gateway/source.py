@@ -12,7 +12,7 @@ from typing import Protocol
 
 from services.core.errors import ConfigError, UnknownRunError
 from services.gateway.lengths import NONE, read_lengths
-from services.gateway.run_reader import RunReader, RunSnapshot, read_entry
+from services.gateway.run_reader import ENDED, RunReader, RunSnapshot, modified_ns, read_entry
 from services.gateway.schema import Lengths, RunEntry
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}")
@@ -47,9 +47,10 @@ class FolderSource:
             raise ConfigError(f"{root} is no folder: name the one that holds run folders (run.dir of the runs)")
         self._root, self._now, self._lock = root, now, threading.Lock()
         self._readers: dict[str, RunReader] = {}
+        self._ended: dict[str, tuple[int, RunEntry]] = {}  # with the time of its summary.json
 
     def runs(self) -> list[RunEntry]:
-        entries = [read_entry(path, self._now())[0] for path in self._folders().values()]
+        entries = [self._entry(path) for path in self._folders().values()]
         return sorted(entries, key=lambda e: (e.started_at, e.run_id), reverse=True)
 
     def run(self, run_id: str) -> RunSnapshot:
@@ -76,6 +77,17 @@ class FolderSource:
             return (run.path / "report.html").read_bytes()
         except FileNotFoundError:
             return None
+
+    def _entry(self, path: Path) -> RunEntry:
+        """A run that has ended is read once: there may be thousands."""
+        written = modified_ns(path / "summary.json")
+        known = self._ended.get(path.name)
+        if known is not None and known[0] == written:
+            return known[1]
+        entry = read_entry(path, self._now())[0]
+        if entry.status in ENDED:
+            self._ended[path.name] = (written, entry)
+        return entry
 
     def _folders(self) -> dict[str, Path]:
         with os.scandir(self._root) as entries:

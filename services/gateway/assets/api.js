@@ -4,10 +4,29 @@ const TIMEOUT_MS = 10000;
 const CONTROL_TIMEOUT_MS = 70000; // the server may have to connect to the run first
 const ROUNDS = 12; // pages of rows in one go; the rest comes with the next
 
-export async function get(path) {
-  const response = await fetch(`/api/v1${path}`, { cache: "no-cache", signal: AbortSignal.timeout(TIMEOUT_MS) });
-  if (!response.ok) throw await problem(response);
-  return response.json();
+/** Whatever the network or the server did wrong, with the HTTP status (0: there was no answer). */
+export class RequestError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function request(path, milliseconds, options) {
+  try {
+    const response = await fetch(`/api/v1${path}`, { ...options, signal: AbortSignal.timeout(milliseconds) });
+    const body = await response.json();
+    if (response.ok) return body;
+    const told = body.detail ?? response.statusText;
+    throw new RequestError(typeof told === "string" ? told : told.map((t) => t.msg).join("; "), response.status);
+  } catch (error) {
+    if (error instanceof RequestError) throw error;
+    throw new RequestError(error.name === "TimeoutError" ? "The server did not answer in time." : "The server does not answer.", 0);
+  }
+}
+
+export function get(path) {
+  return request(path, TIMEOUT_MS, { cache: "no-cache" });
 }
 
 /** Rows from the cursor on, until there are no more: {items, next, ...} of the last answer, with all items. */
@@ -21,22 +40,9 @@ export async function rowsSince(run, name, since) {
   }
 }
 
+/** What the run answered. */
 export async function ask(run, action, token, body) {
-  const response = await fetch(`/api/v1/runs/${encodeURIComponent(run)}/control/${action}`, {
-    method: "POST",
-    headers: { authorization: `Bearer ${token}`, ...(body ? { "content-type": "application/json" } : {}) },
-    body: body ? JSON.stringify(body) : undefined,
-    signal: AbortSignal.timeout(CONTROL_TIMEOUT_MS),
-  });
-  if (!response.ok) throw await problem(response);
-  return (await response.json()).message;
-}
-
-async function problem(response) {
-  let detail = response.statusText;
-  if (response.headers.get("content-type")?.includes("json")) {
-    const told = (await response.json()).detail;
-    detail = typeof told === "string" ? told : told.map((t) => t.msg).join("; ");
-  }
-  return Object.assign(new Error(detail), { status: response.status });
+  const headers = { authorization: `Bearer ${token}`, ...(body ? { "content-type": "application/json" } : {}) };
+  const options = { method: "POST", headers, body: body ? JSON.stringify(body) : undefined };
+  return (await request(`/runs/${encodeURIComponent(run)}/control/${action}`, CONTROL_TIMEOUT_MS, options)).message;
 }

@@ -1,6 +1,6 @@
 // Asking a run for something. The token is typed by a person and stays in this tab.
 
-import { ask } from "./api.js";
+import { ask, RequestError } from "./api.js";
 import { html } from "./draw.js";
 
 const KEY = "longtail-token";
@@ -56,8 +56,8 @@ export class ControlPanel {
       const message = await ask(this.currentRun(), action, this.token, body);
       this.say(message[0].toUpperCase() + message.slice(1) + ".");
     } catch (error) {
-      const wrong = error.status === 401 ? "That is not this server's token." : error.message;
-      this.say(error.name === "TimeoutError" ? "The server did not answer in time." : wrong, true);
+      if (!(error instanceof RequestError)) throw error;
+      this.say(error.status === 401 ? "That is not this server's token." : error.message, true);
     }
   }
 

@@ -1,6 +1,6 @@
 // The page's loop: ask what is new, draw it, ask again.
 
-import { get, rowsSince } from "./api.js";
+import { get, RequestError, rowsSince } from "./api.js";
 import { histogram, lines, stacks } from "./charts.js";
 import { ControlPanel } from "./control.js";
 import { fillTable, html, number, seconds } from "./draw.js";
@@ -68,21 +68,27 @@ async function readRun() {
 
 // ------------------------------------------------------------------ drawing
 
+/** Key, label, figure and the words below it, of each tile. While the run goes on, figures are of this moment. */
 function tiles(detail) {
-  const { totals, progress } = detail, live = progress && !ENDED.includes(detail.status);
-  const first = state.rows.evaluations[0]?.reward_mean ?? null;
-  const acceptance = (live && progress.acceptance_length) ?? totals.acceptance_length;
-  const step = state.rows.steps.at(-1);
-  const used = totals.idle_s + totals.drafting_s;
+  const { totals, progress } = detail, live = progress && !ENDED.includes(detail.status) ? progress : null;
+  const first = state.rows.evaluations[0]?.reward_mean ?? null, step = state.rows.steps.at(-1);
+  const speed = totals.rollout_s ? totals.response_tokens / totals.rollout_s : null;
+  const version = (kind) => Math.max(totals[kind], progress?.[kind] ?? 0);
+  const used = totals.idle_s + totals.drafting_s, forced = live?.control.forced;
+  const at = live ? `${Math.min(live.step, live.num_steps)} of ${live.num_steps}` : number(detail.num_steps_done, 0);
   return [
-    ["step", "Step", live || progress ? `${Math.min(progress.step, progress.num_steps)} of ${progress.num_steps}` : number(detail.num_steps_done, 0), `${seconds(detail.now_s)} since the start`],
-    ["tokens", "Tokens per second", number(live ? progress.tokens_per_s : totals.rollout_s ? totals.response_tokens / totals.rollout_s : null, 0), live ? "in this phase" : "while generating"],
-    ["acceptance", "Acceptance length", number(acceptance === false ? totals.acceptance_length : acceptance), progress?.control.forced ? `forced: ${progress.control.forced}` : "tokens per verify step"],
-    ["lengths", "Response length", number(step?.response_len_p50, 0), step ? `median; longest ${number(step.response_len_max, 0)}` : "not measured"],
-    ["reward", "Reward", number(totals.reward_mean, 3), "last step"],
-    ["heldout", "Held-out reward", number(totals.heldout_reward, 3), first === null ? "not measured" : `${number(first, 3)} at first`],
-    ["versions", "Versions", `${Math.max(totals.policy_version, progress?.policy_version ?? 0)} / ${Math.max(totals.drafter_version, progress?.drafter_version ?? 0)}`, "policy / drafter"],
-    ["idle", "Idle time used", used ? `${number((100 * totals.drafting_s) / used, 0)}\u00a0%` : number(null), `${seconds(totals.drafting_s)} drafting`],
+    ["step", "Step", at, `${seconds(detail.now_s)} since the start`],
+    ["tokens", "Tokens per second", number(live ? live.tokens_per_s : speed, 0), live ? "in this phase" : "while generating"],
+    ["acceptance", "Acceptance length", number(live?.acceptance_length ?? totals.acceptance_length),
+      forced ? `forced: ${forced}` : "tokens per verify step"],
+    ["lengths", "Response length", number(step?.response_len_p50, 0),
+      step ? `median; longest ${number(step.response_len_max, 0)}` : "not measured"],
+    ["reward", "Reward", number(totals.reward_mean, 3), step ? "last step" : "not measured"],
+    ["heldout", "Held-out reward", number(totals.heldout_reward, 3),
+      first === null ? "not measured" : `${number(first, 3)} at first`],
+    ["versions", "Versions", `${version("policy_version")} / ${version("drafter_version")}`, "policy / drafter"],
+    ["idle", "Idle time used", used ? `${number((100 * totals.drafting_s) / used, 0)}\u00a0%` : number(null),
+      `${seconds(totals.drafting_s)} drafting`],
   ];
 }
 
@@ -189,13 +195,13 @@ async function look() {
     if (round++ % 5 === 0 || !state.run) await readRuns();
     if (state.run) await readRun();
     $("link").textContent = "";
-    draw();
     if (document.hidden || (state.detail && ENDED.includes(state.detail.status))) pause = QUIET_MS;
   } catch (error) {
-    if (error instanceof TypeError && error.message.includes("undefined")) throw error; // a bug here, not the network
+    if (!(error instanceof RequestError)) throw error; // a bug here, not the network
     if (error.status === 404) state.run = null;
-    $("link").textContent = "no answer from the server; trying again";
+    $("link").textContent = `${error.message} Trying again.`;
   }
+  draw();
   await new Promise((resolve) => { wake = resolve; setTimeout(resolve, pause); });
   look();
 }

@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 
 from services.core.types import RunEvent, SlotSpan
 from services.gateway.schema import RunDetail, RunList, Spans, Steps
+from services.report.progress_file import ProgressFile
 from services.report.run_folder import RunFolder
 from tests.services.gateway.runs import gateway, view
 
@@ -200,3 +201,14 @@ def test_answers_are_made_once_per_moment(finished_root: Path) -> None:
         for part in ("", "/steps", "/spans", "/events"):
             only(client, f"/runs/{run_id}{part}")
     assert Counted.reads == 1
+
+
+def test_a_run_that_ended_and_goes_on_again_is_not_remembered_as_ended(living: RunFolder) -> None:
+    client = TestClient(gateway(living.path.parent, fresh_s=0.0))
+    living.finish({"status": "stopped", "steps": 3})
+    assert [r["status"] for r in only(client, "/runs")["runs"]] == ["stopped"]
+    (living.path / "summary.json").unlink()  # as resuming it does
+    again = ProgressFile(living.path / "progress.json")
+    again.offer(view(4))
+    wait_for(client, "/runs", lambda a: a["runs"][0]["status"] == "running")
+    again.close()
