@@ -77,7 +77,7 @@ function tiles(detail) {
   const used = totals.idle_s + totals.drafting_s, forced = live?.control.forced;
   const at = live ? `${Math.min(live.step, live.num_steps)} of ${live.num_steps}` : number(detail.num_steps_done, 0);
   return [
-    ["step", "Step", at, `${seconds(detail.now_s)} since the start`],
+    ["step", "Step", at, `${seconds(detail.now_s)} ${live ? "so far" : "in all"}`],
     ["tokens", "Tokens per second", number(live ? live.tokens_per_s : speed, 0), live ? "in this phase" : "while generating"],
     ["acceptance", "Acceptance length", number(live?.acceptance_length ?? totals.acceptance_length),
       forced ? `forced: ${forced}` : "tokens per verify step"],
