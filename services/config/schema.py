@@ -15,6 +15,7 @@ from services.config.engine_args import engine_arg_problems
 from services.config.section import Section
 from services.config.speculation import SpeculationConfig
 from services.config.warmup import WarmupConfig
+from services.config.weights import WeightsConfig
 
 
 class ModelConfig(Section):
@@ -168,6 +169,9 @@ class PlacementConfig(Section):
     gpus_per_slot: float = Field(0.0, ge=0)
     policy_cpus: float = Field(0.5, ge=0)
     policy_gpus: float = Field(0.0, ge=0)
+    # Slots only on Ray nodes labelled longtail.io/rollout=true, the policy trainer on longtail.io/policy=true, the
+    # coordinator and the reward workers on longtail.io/head=true. For clusters whose nodes differ by role.
+    role_labels: bool = False
     # Of a private Ray: holds drafters, policies and hidden states of a few steps.
     object_store_bytes: int = Field(512 * 2**20, ge=2**27)
 
@@ -200,6 +204,7 @@ class ClusterConfig(Section):
     reward: RewardConfig = RewardConfig()
     policy: PolicyConfig = PolicyConfig()
     drafter: DrafterConfig = DrafterConfig()
+    weights: WeightsConfig = WeightsConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
     placement: PlacementConfig = PlacementConfig()
     run: RunConfig = RunConfig()
@@ -213,7 +218,7 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> ClusterConfig:
         problems = [*self._engine_problems(), *self._training_problems(), *self._placement_problems()]
-        problems += self._states_problems()
+        problems += [*self._states_problems(), *self._weights_problems()]
         if problems:
             raise ValueError("\n".join(problems))  # one a line: the loader tells each by itself
         return self
@@ -289,6 +294,22 @@ class ClusterConfig(Section):
                 "layers without the last one, which the drafter is trained towards: set drafter.states: policy"
             )
 
+    def _weights_problems(self) -> Iterator[str]:
+        weights, lease_s = self.weights, self.coordinator.lease_s
+        if weights.transport == "object_store":
+            return
+        if self.placement.mode == "local":
+            yield (
+                "weights.transport: collective connects processes, and placement.mode: local has one: set "
+                "weights.transport: object_store"
+            )
+        slowest = max(weights.connect_timeout_s, weights.part_timeout_s)
+        if slowest >= lease_s:
+            yield (
+                f"coordinator.lease_s {lease_s:g} ends before a stuck transfer does ({slowest:g} s): lower "
+                "weights.connect_timeout_s and weights.part_timeout_s, or raise lease_s"
+            )
+
     def _training_problems(self) -> Iterator[str]:
         if self.rollout.group_size < 2:
             yield "group-relative advantages need rollout.group_size >= 2"
@@ -308,6 +329,11 @@ class ClusterConfig(Section):
         for key, gpus in (("gpus_per_slot", place.gpus_per_slot), ("policy_gpus", place.policy_gpus)):
             if gpus > 1 and gpus != int(gpus):
                 yield f"placement.{key} {gpus:g}: Ray hands out parts of one GPU, or several whole ones: round it"
+        if place.role_labels and place.address is None:
+            yield (
+                "placement.role_labels needs a cluster whose nodes carry the labels, a private Ray has none: set "
+                "placement.address: auto, or leave role_labels out"
+            )
         if place.mode == "local":
             if place.address is not None:
                 yield "placement.address names a Ray cluster: set placement.mode: ray, or leave address out"
