@@ -108,11 +108,11 @@ def _run(config: ClusterConfig, folder: RunFolder, start: Start) -> dict[str, An
         from deploy.local import run_local
 
         return run_local(config, folder, on_drafter=export, start=start)
-    from deploy.cluster import ray_address, run_on_ray
+    from deploy.cluster import ray_about, run_on_ray
 
     def started(_handles: Mapping[str, Any]) -> None:
         interrupt_on_sigterm()
-        folder.reachable_at(ray_address())
+        folder.reachable_at(ray_about())
 
     return run_on_ray(
         config,

@@ -123,10 +123,11 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
         end_processes(started)
 
 
-def ray_address() -> str:
-    """Where the connected Ray's head answers, HOST:PORT."""
-    address: str = ray.get_runtime_context().gcs_address
-    return address
+def ray_about() -> dict[str, str | None]:
+    """What another process of this user needs to connect to the same Ray: where its head answers (HOST:PORT), and
+    whether it asks for a token. Ray asks for one by itself where `ray.init` starts it; the token is in the user's home.
+    """
+    return {"address": ray.get_runtime_context().gcs_address, "auth_mode": os.environ.get("RAY_AUTH_MODE")}
 
 
 @contextmanager

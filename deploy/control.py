@@ -72,16 +72,17 @@ class ProcessChannel:
 
     def send(self, run_id: str, request: ControlRequest) -> str:
         """`run_id` is one that the gateway found in the folder."""
-        address = self._address or _address_of(self._runs_dir / run_id)
-        if not isinstance(address, str):
+        about = _ray_of(self._runs_dir / run_id)
+        address = self._address or about.get("address")
+        if address is None:
             raise ServiceLostError(
                 f"run {run_id}", "its folder names no Ray: it runs without Ray (placement.mode: local) or has not begun"
             )
         order = json.dumps({"address": address, "run_id": run_id, "request": asdict(request)})
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "deploy.control"],
-                input=order, capture_output=True, text=True, timeout=PROCESS_S, check=False, env=_environment(),
+                [sys.executable, "-m", "deploy.control"], input=order, capture_output=True, text=True,
+                timeout=PROCESS_S, check=False, env=_environment(about.get("auth_mode")),
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise WaitTimeoutError(
@@ -90,16 +91,17 @@ class ProcessChannel:
         return _answer(done, address)
 
 
-def _address_of(run_dir: Path) -> Any:
-    """Where the Ray of the run's last start answers."""
+def _ray_of(run_dir: Path) -> dict[str, str | None]:
+    """How the Ray of the run's last start is reached, as the driver told it."""
     starts = (read_json(run_dir / "run.json") or {}).get("starts")
-    return starts[-1].get("ray_address") if starts else None
+    return (starts[-1].get("ray") or {}) if starts else {}
 
 
-def _environment() -> dict[str, str]:
+def _environment(auth_mode: str | None) -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
-    return {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
+    chosen = {} if auth_mode is None else {"RAY_AUTH_MODE": auth_mode}
+    return {**chosen, **os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def _answer(done: subprocess.CompletedProcess[str], address: str) -> str:
@@ -107,6 +109,8 @@ def _answer(done: subprocess.CompletedProcess[str], address: str) -> str:
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         told = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        if "InvalidAuthToken" in done.stderr:
+            told = "it asks for its token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH)"
         raise ServiceLostError(f"Ray at {address}", told)
     answer: dict[str, str] = json.loads(lines[-1])
     if "error" in answer:

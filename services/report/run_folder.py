@@ -153,9 +153,10 @@ class RunFolder:
         }
         write_atomic(self.path / "run.json", to_json(about, indent=2) + "\n")
 
-    def reachable_at(self, ray_address: str) -> None:
-        """Tell in run.json where the run's Ray answers, so that it can be controlled from another process."""
-        self._starts[-1]["ray_address"] = ray_address
+    def reachable_at(self, ray: Mapping[str, str | None]) -> None:
+        """Tell in run.json where the run's Ray answers and how, so that the run can be controlled from another
+        process."""
+        self._starts[-1]["ray"] = dict(ray)
         self._write_about()
 
     @property

@@ -6,19 +6,23 @@ import asyncio
 import json
 import os
 import resource
+import socket
 import stat
+import subprocess
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from deploy.__main__ import app
-from deploy.control import newest_coordinator
+from deploy.control import ProcessChannel, _answer, _environment, newest_coordinator
 from deploy.page import HEADER_S, settings_for
 from deploy.token import Token, control_token
-from services.core.errors import ConfigError
+from services.coordinator.control import ControlRequest
+from services.core.errors import ConfigError, ControlRefusedError, ServiceLostError, WaitTimeoutError
 from tests.deploy.page_process import TOKEN, Served, served
 from tests.services.gateway.runs import make_run
 
@@ -179,3 +183,45 @@ def test_the_newest_coordinator_is_asked() -> None:
     assert newest_coordinator(names, "a") == "longtail-a-coordinator"
     assert newest_coordinator(names, "b") is None and newest_coordinator([], "a") is None
     assert newest_coordinator(names, "a.1") is None
+
+
+def folder_of(root: Path, start: dict[str, Any]) -> ProcessChannel:
+    (root / "a").mkdir()
+    (root / "a" / "run.json").write_text(json.dumps({"starts": [{"ray": {"address": "old:1"}}, start]}))
+    return ProcessChannel(root)
+
+
+def test_a_run_without_ray_cannot_be_reached(tmp_path: Path) -> None:
+    with pytest.raises(ServiceLostError, match="its folder names no Ray"):
+        folder_of(tmp_path, {"at": "today"}).send("a", ControlRequest("pause"))
+    with pytest.raises(ServiceLostError, match="its folder names no Ray"):
+        ProcessChannel(tmp_path).send("none", ControlRequest("pause"))
+
+
+@pytest.mark.slow
+def test_a_ray_that_is_gone_is_told(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    channel = folder_of(tmp_path, {"ray": {"address": f"127.0.0.1:{port}", "auth_mode": "disabled"}})
+    with pytest.raises((ServiceLostError, WaitTimeoutError), match=f"127.0.0.1:{port}"):
+        channel.send("a", ControlRequest("pause"))
+
+
+def test_how_a_ray_is_reached_comes_from_the_run_unless_a_person_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    assert _environment("token")["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_MODE" not in _environment(None)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert _environment("token")["RAY_AUTH_MODE"] == "disabled"
+
+
+def test_answers_of_the_asking_process_keep_their_kind() -> None:
+    def done(stdout: str, code: int = 0, stderr: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], code, stdout, stderr)
+
+    assert _answer(done('a line of Ray\n{"message": "yes"}\n'), "x:1") == "yes"
+    with pytest.raises(ControlRefusedError, match="no such"):
+        _answer(done('{"error": "ControlRefusedError", "message": "no such"}'), "x:1")
+    with pytest.raises(ServiceLostError, match="RAY_AUTH_TOKEN"):
+        _answer(done("", 1, "InvalidAuthToken\nConnectionError: no"), "x:1")
+    with pytest.raises(ServiceLostError, match="it said nothing"):
+        _answer(done("", -9), "x:1")
