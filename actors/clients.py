@@ -20,6 +20,20 @@ from services.core.protocols import Blob, Pending
 from services.core.types import GroupWork, HiddenStateChunk, Prompt, Rollout, TrainBatch
 
 CONTROL = "control"  # the concurrency group of calls that overtake
+ANY_INTERFACE = ("0.0.0.0", "::", "")
+
+
+def stored_size(blob: Blob) -> int | None:
+    """Bytes of what this process owns in the object store; None for what is not there."""
+    if not isinstance(blob, ray.ObjectRef):
+        return None
+    size = ray.experimental.get_object_locations([blob]).get(blob, {}).get("object_size")
+    return None if size is None else int(size)
+
+
+def reachable_host(bound: str) -> str:
+    """The address at which others find what this process serves on `bound`."""
+    return str(ray.util.get_node_ip_address()) if bound in ANY_INTERFACE else bound
 
 
 class RayCall:

@@ -19,11 +19,16 @@ from actors.clients import (
     RayRewardClient,
     RayRolloutClient,
     RayWaiter,
+    reachable_host,
+    stored_size,
 )
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.observer import Fanout
 from services.coordinator.resume import Takeover
 from services.coordinator.services import Inputs, Services
+from services.coordinator.telemetry.exporter import open_metrics
+from services.coordinator.telemetry.values import State
 from services.core.energy import GpuName
 from services.core.types import ProgressView
 from services.policy.advantage import advantages
@@ -66,14 +71,24 @@ def ray_services(config: ClusterConfig, handles: Mapping[str, Any]) -> Services:
 
 class CoordinatorActor:
     """`handles` are the actors by name: rollout-<slot>, drafter-<slot>, policy, reward. `takeover`: the run goes on
-    that a coordinator before this one began."""
+    that a coordinator before this one began. `values`: those of the metrics to count on from."""
 
     def __init__(
-        self, config: ClusterConfig, inputs: Inputs, handles: dict[str, Any], takeover: Takeover | None = None
+        self,
+        config: ClusterConfig,
+        inputs: Inputs,
+        handles: dict[str, Any],
+        takeover: Takeover | None = None,
+        run_id: str = "",
+        values: State | None = None,
     ) -> None:
         services = ray_services(config, handles)
-        self._observer = QueuedObserver()
-        self._coordinator = Coordinator(config, inputs, services, self._observer, time.monotonic, takeover)
+        self._queue = QueuedObserver()
+        metrics, self._exporter = open_metrics(config, run_id, time.monotonic, stored_size, takeover, values)
+        observer: Any = self._queue if self._exporter is None else Fanout(self._queue, metrics)
+        self._coordinator = Coordinator(config, inputs, services, observer, time.monotonic, takeover, metrics)
+        if self._exporter is not None:
+            self._queue.endpoint(reachable_host(self._exporter.host), self._exporter.port)
 
     def process_id(self) -> int:
         return os.getpid()
@@ -92,8 +107,14 @@ class CoordinatorActor:
         return self._coordinator.latest()
 
     def observations(self) -> list[Observation]:
-        """What happened since the last call, in order."""
-        return self._observer.take()
+        """What happened since the last call, in order. Calling again says that the answer before arrived."""
+        news = self._queue.take()
+        if self._exporter is not None:
+            self._exporter.acknowledge()
+            state = self._exporter.offer(force=any(method == "finish" for method, _ in news))
+            if state is not None:
+                news.insert(0, ("values", (state,)))
+        return news
 
     def published_drafter(self) -> tuple[int, list[Any]] | None:
         """(version, [reference to its trainable tensors]); the list keeps Ray from resolving it on the way."""

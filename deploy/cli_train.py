@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,8 @@ def check_inputs(config: ClusterConfig) -> None:
 def train(config: ClusterConfig, *, quiet: bool = False) -> None:
     """One run, start to report. Raises LongtailError when it does not finish; its folder is valid even then."""
     check_inputs(config)
-    folder = RunFolder(config)  # writes the resolved configuration
     console = Console()
+    folder = RunFolder(config, say=partial(_say, console))  # writes the resolved configuration
     _say(console, f"run folder: {folder.path}")
     grown = read_grown(model_dir(config.model.path))
     if grown is not None:  # the run's figures must say so wherever they are read
@@ -87,7 +88,7 @@ def _run(config: ClusterConfig, folder: RunFolder) -> None:
     if config.placement.mode == "local":
         from deploy.local import run_local
 
-        run_local(config, folder, on_drafter=export)
+        run_local(config, folder, on_drafter=export, run_id=folder.run_id)
     else:
         from deploy.cluster import run_on_ray
 

@@ -205,7 +205,7 @@ def _start_coordinator(
         runtime_env={"env_vars": actor_env(1)},
     )
     others = {name: handle for name, handle in handles.items() if name != "coordinator"}
-    return made.remote(config, inputs, others, takeover)
+    return made.remote(config, inputs, others, takeover, run_id)
 
 
 def _replaced(

@@ -18,11 +18,13 @@ from deploy.inprocess import (
     LocalService,
 )
 from deploy.inputs import load_inputs, needs_drafter
+from deploy.naming import nameless_run_id
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.energy import POLICY
-from services.coordinator.observer import RunObserver
+from services.coordinator.observer import Fanout, RunObserver
 from services.coordinator.services import Services
+from services.coordinator.telemetry.exporter import Exporter, open_metrics
 from services.core.energy import GpuName
 from services.core.protocols import Blob, Clock
 from services.drafter.checkpoint import starting_state
@@ -44,6 +46,7 @@ def run_local(
     on_drafter: Callable[[int, Mapping[str, Any]], None] = lambda version, tensors: None,
     gpu: str | None = None,
     open_reader: OpenReader = open_nvml,
+    run_id: str | None = None,
 ) -> dict[str, Any]:
     """One run to its summary. `on_drafter` gets (version, trainable tensors) of the drafter published last.
     `gpu`: whose energy is measured, as CUDA_VISIBLE_DEVICES calls it; None: the one that this process computes on.
@@ -54,7 +57,12 @@ def run_local(
     with ExitStack() as closing:
         host = LocalHost(clock, time.sleep)
         services = build_services(config, host, closing)
-        coordinator = Coordinator(config, inputs, services, observer, clock)
+        metrics, exporter = open_metrics(config, run_id or nameless_run_id(), clock, _num_bytes)
+        if exporter is not None:
+            closing.callback(exporter.close)
+            observer.endpoint(exporter.host, exporter.port)
+            observer = Fanout(observer, metrics, _Serving(exporter, observer))  # type: ignore[arg-type]
+        coordinator = Coordinator(config, inputs, services, observer, clock, telemetry=metrics)
         entry = gpu or _gpu_in_use(config)
         if entry is not None:
             meter = EnergyService([entry], open_reader, clock)
@@ -65,6 +73,27 @@ def run_local(
         if published is not None:
             on_drafter(published.version, published.blob.result(0.0))  # type: ignore[attr-defined]
         return summary
+
+
+class _Serving:
+    """Runs along as an observer: whatever happens, the values are kept and served when it is time."""
+
+    def __init__(self, exporter: Exporter, observer: RunObserver) -> None:
+        self._exporter, self._observer = exporter, observer
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return lambda *args: self._turn(force=method == "finish")
+
+    def _turn(self, force: bool) -> None:
+        state = self._exporter.offer(force)
+        if state is not None:
+            self._observer.values(state)
+            self._exporter.acknowledge()
+
+
+def _num_bytes(blob: Blob) -> int | None:
+    """Of a published version: tensors by name."""
+    return sum(tensor.nbytes for tensor in blob.result(0.0).values())  # type: ignore[attr-defined]
 
 
 def _gpu_in_use(config: ClusterConfig) -> str | None:

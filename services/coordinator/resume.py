@@ -29,6 +29,7 @@ class Takeover:
     evaluations: tuple[EvalResult, ...] = ()
     events: int = 0
     drafter_version: int = 0
+    values: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of the metrics
 
     @property
     def first_epoch(self) -> int:
@@ -53,6 +54,7 @@ class RunMemory:
     evaluations: dict[int, EvalResult] = field(default_factory=dict)
     events: int = 0
     drafter_version: int = 0
+    last_values: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def takeover(self, elapsed_s: float) -> Takeover:
         self.incarnation += 1
@@ -63,6 +65,7 @@ class RunMemory:
             tuple(self.evaluations.values()),
             self.events,
             self.drafter_version,
+            self.last_values,
         )
 
     def step(self, metrics: StepMetrics) -> None:
@@ -86,6 +89,13 @@ class RunMemory:
     def progress(self, view: ProgressView) -> None:
         self.drafter_version = max(self.drafter_version, view.drafter_version)
         self.observer.progress(view)
+
+    def endpoint(self, host: str, port: int) -> None:
+        self.observer.endpoint(host, port)
+
+    def values(self, state: Mapping[str, Sequence[float]]) -> None:
+        self.last_values = state
+        self.observer.values(state)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self.observer.finish(summary)

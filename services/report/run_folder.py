@@ -6,6 +6,8 @@
     events.jsonl       lost servers, returns, published drafters, ...
     spans.jsonl        slot roles
     rollouts/          step_00001.parquet, ...
+    metrics_endpoint.json  where Prometheus finds the metrics of the run while it runs, as file_sd_configs reads it
+    metrics_values.json    the values of the metrics, to go on counting from
     summary.json, trace.json, report.html    at the end
 
 Appends are one write of one whole line, so a killed run leaves a folder that `longtail report RUN_DIR` can render.
@@ -13,6 +15,7 @@ Appends are one write of one whole line, so a killed run leaves a folder that `l
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import threading
@@ -31,6 +34,9 @@ from services.report.records import Row, to_json, to_row, write_atomic
 from services.report.rollouts_file import write_rollouts
 from services.report.run_data import load_run
 from services.report.trace import build_trace
+
+ENDPOINT_FILE = "metrics_endpoint.json"
+VALUES_FILE = "metrics_values.json"
 
 
 class _LineFile:
@@ -67,7 +73,9 @@ class RunFolder:
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         token: Callable[[], str] = lambda: secrets.token_hex(3),
         clock: Callable[[], float] = time.monotonic,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
+        self._say = say
         self._clock, self._started_s = clock, clock()
         started_at = now()
         self.run_id = make_run_id(config.run.name, started_at, token())
@@ -121,11 +129,22 @@ class RunFolder:
         with self._progress_lock:
             return self._progress
 
+    def endpoint(self, host: str, port: int) -> None:
+        """Tell Prometheus where to scrape, and the person at the console."""
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        row = {"targets": [where], "labels": {"run_id": self.run_id}}
+        write_atomic(self.path / ENDPOINT_FILE, json.dumps([row]) + "\n")
+        self._say(f"metrics: http://{where}/metrics")
+
+    def values(self, state: Mapping[str, Sequence[float]]) -> None:
+        write_atomic(self.path / VALUES_FILE, to_json(to_row(state)) + "\n")
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, trace.json and report.html; call it also for a stopped run, with status "stopped"."""
         wall_s = round(self._clock() - self._started_s, 3)
         row = to_row({"run_id": self.run_id, "status": "finished", "wall_seconds": wall_s, **summary})
         write_atomic(self.path / "summary.json", to_json(row, indent=2) + "\n")
+        (self.path / ENDPOINT_FILE).unlink(missing_ok=True)  # nothing is served there any more
         render_report(self.path)
 
 

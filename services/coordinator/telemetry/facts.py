@@ -47,3 +47,6 @@ class NoTelemetry:
     def published(self, weights: Weights, version: int, seconds: float, blob: Blob) -> None: ...
 
     def loaded(self, seconds: float) -> None: ...
+
+
+NO_TELEMETRY = NoTelemetry()

@@ -15,7 +15,8 @@ STATES = (
     SlotState.IDLE, SlotState.ROLLOUT, SlotState.DRAINING, SlotState.DRAFTING, SlotState.POLICY, SlotState.LOST,
 )  # fmt: skip
 HOLDERS = ("policy", "reward")  # of spans, without a slot of their own
-PHASES = ("starting", "evaluation", "rollout", "reward", "policy", "publish", "load", "comparison", "finished")
+PHASES = ("starting", "evaluation", "rollout", "reward", "policy", "publish", "load", "comparison", "finished",
+          "other")  # fmt: skip
 PARTS = ("rollout", "reward", "policy", "publish")
 CAUSES = ("refused", "evicted", "aged_out", "damaged", "unwritten")
 # Kinds of events; one that is not listed counts as other.

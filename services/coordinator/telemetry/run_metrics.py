@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from prometheus_client.metrics_core import Metric as Family
 
@@ -32,23 +32,22 @@ from services.core.types import (
 )
 
 SizeOf = Callable[[Blob], int | None]
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _locked(method: Callable[Concatenate[RunMetrics, P], R]) -> Callable[Concatenate[RunMetrics, P], R]:
+def _locked(method: F) -> F:
     @wraps(method)
-    def call(self: RunMetrics, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: RunMetrics, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             return method(self, *args, **kwargs)
 
-    return call
+    return cast(F, call)
 
 
 class RunMetrics:
     """Told from the coordinator's thread; `read` may come from another. `clock` is the coordinator's; `wall_clock`
     gives Unix time. `size_of` tells the bytes behind a published version, None where the transport cannot say.
-    `earlier`: values of the same run that are counted on; `restarts`: coordinators of the run that died before."""
+    `earlier`: values of the same run that are counted on; `took_over`: from a coordinator that died."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class RunMetrics:
         clock: Clock,
         size_of: SizeOf,
         earlier: State | None = None,
-        restarts: int = 0,
+        took_over: bool = False,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._lock = threading.RLock()
@@ -71,8 +70,7 @@ class RunMetrics:
         if earlier is not None:
             v.put_back(earlier)
         self._newest_version = self._trained_version = int(v.total("longtail_published_version", "policy"))
-        lag = restarts - v.total("longtail_coordinator_restarts_total")
-        v.inc("longtail_coordinator_restarts_total", max(0.0, lag))
+        v.inc("longtail_coordinator_restarts_total", took_over)
         v.set("longtail_run_info", 1, run_id, config.run.name)
         v.set("longtail_planned_steps", config.run.steps)
         self._times = SlotTimes(config.rollout.num_servers, clock(), self._spent, self._window)
@@ -248,10 +246,10 @@ class RunMetrics:
             self._values.set("longtail_slots", states.count(state), state.value)
 
     def _show_phase(self, phase: str) -> None:
-        assert phase in PHASES, f"{phase} is no phase that metrics know"
         self._phase = phase
+        shown = phase if phase in PHASES else "other"
         for one in PHASES:
-            self._values.set("longtail_phase", one == phase, one)
+            self._values.set("longtail_phase", one == shown, one)
 
 
 def _step_gauges(metrics: StepMetrics) -> dict[str, float | None]:
