@@ -132,8 +132,7 @@ class RunFolder:
     def endpoint(self, host: str, port: int) -> None:
         """Tell Prometheus where to scrape, and the person at the console."""
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        row = {"targets": [where], "labels": {"run_id": self.run_id}}
-        write_atomic(self.path / ENDPOINT_FILE, json.dumps([row]) + "\n")
+        write_atomic(self.path / ENDPOINT_FILE, json.dumps([{"targets": [where]}]) + "\n")
         self._say(f"metrics: http://{where}/metrics")
 
     def values(self, state: Mapping[str, Sequence[float]]) -> None:

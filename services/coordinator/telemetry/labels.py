@@ -50,12 +50,11 @@ def slot_name(slot: int) -> str:
 class LabelValues:
     """`series(labels)`: every combination of label values that a metric with these labels has."""
 
-    def __init__(self, config: ClusterConfig, run_id: str) -> None:
+    def __init__(self, config: ClusterConfig) -> None:
         slots = tuple(slot_name(i) for i in range(config.rollout.num_servers))
         names = (OFF, *(strategy_name(s) for s in config.speculation.strategies))
         self.bucket_starts = bucket_starts(config.speculation)
         self._values: dict[str, Series] = {
-            "run_id": (run_id,),
             "name": (config.run.name,),
             "phase": PHASES,
             "part": PARTS,

@@ -61,9 +61,9 @@ class RunMetrics:
     ) -> None:
         self._lock = threading.RLock()
         self._clock, self._wall_clock, self._size_of = clock, wall_clock, size_of
-        labels = LabelValues(config, run_id)
+        labels = LabelValues(config)
         self._starts, self._buckets = labels.bucket_starts, labels.series(("bucket",))
-        self._values = v = Values(labels)
+        self._values = v = Values(labels, run_id)
         self._growth = AcceptanceGrowth()
         self._phase = "starting"
         self._drafting_slots: dict[int, Mapping[str, int]] = {}  # what each trainer's buffer had lost when last told
@@ -71,7 +71,7 @@ class RunMetrics:
             v.put_back(earlier)
         self._newest_version = self._trained_version = int(v.total("longtail_published_version", "policy"))
         v.inc("longtail_coordinator_restarts_total", took_over)
-        v.set("longtail_run_info", 1, run_id, config.run.name)
+        v.set("longtail_run_info", 1, config.run.name)
         v.set("longtail_planned_steps", config.run.steps)
         self._times = SlotTimes(config.rollout.num_servers, clock(), self._spent, self._window)
         for slot in range(config.rollout.num_servers):

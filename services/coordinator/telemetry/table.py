@@ -15,7 +15,8 @@ TOKENS = (16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0,
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`labels` are names whose values `labels.py` fixes; `unit` of one sample; `buckets` are a histogram's bounds."""
+    """`labels` are names whose values `labels.py` fixes, beside the run's id, which every series has; `unit` of one
+    sample; `buckets` are a histogram's bounds."""
 
     name: str
     kind: Kind
@@ -38,7 +39,7 @@ def _histogram(name: str, text: str, labels: tuple[str, ...] = (), buckets: tupl
 
 
 RUN = (
-    _gauge("run_info", "1; the run's id and name as labels.", ("run_id", "name")),
+    _gauge("run_info", "1; the run's name as a label.", ("name",)),
     _gauge("read_timestamp_seconds", "When these values were read, Unix time: they are never older.", unit="seconds"),
     _gauge("phase", "1 for the phase under way, 0 for the others.", ("phase",)),
     _gauge("step", "The policy step under way."),

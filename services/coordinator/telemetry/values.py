@@ -22,10 +22,11 @@ State = Mapping[str, Sequence[float]]
 
 
 class Values:
-    """Counters and histograms begin at zero in every series; a gauge has no sample before it is set. Not
-    thread-safe."""
+    """Counters and histograms begin at zero in every series; a gauge has no sample before it is set. Every sample
+    shown has the run's id as a label besides, wherever it is scraped. Not thread-safe."""
 
-    def __init__(self, labels: LabelValues) -> None:
+    def __init__(self, labels: LabelValues, run_id: str) -> None:
+        self._run_id = run_id
         self._series = {metric.name: labels.series(metric.labels) for metric in METRICS}
         self._numbers: dict[str, list[float]] = {}
         for metric in METRICS:
@@ -73,8 +74,9 @@ class Values:
         return [self._family(metric) for metric in METRICS]
 
     def _family(self, metric: Metric) -> Family:
-        name, labels = metric.name, metric.labels
-        known = [(s, n) for s in self._series[name] if (n := self._numbers.get(_key(name, s))) is not None]
+        name, labels = metric.name, ("run_id", *metric.labels)
+        found = [(s, self._numbers.get(_key(name, s))) for s in self._series[name]]
+        known = [((self._run_id, *series), numbers) for series, numbers in found if numbers is not None]
         if metric.kind == "histogram":
             histogram = HistogramMetricFamily(name, metric.help, labels=labels)
             for series, numbers in known:
