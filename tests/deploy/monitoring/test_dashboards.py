@@ -111,6 +111,6 @@ def test_rules_speak_of_metrics_and_panels_that_exist() -> None:
         text = Path(RULES / name).read_text(encoding="utf-8")
         rules = [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]
         for rule in rules:
-            names = {n for n in re.findall(r"(?<![:\w])longtail_[a-z0-9_]+", rule["expr"])}
+            names = set(re.findall(r"(?<![:\w])longtail_[a-z0-9_]+", rule["expr"]))
             assert names <= set(SAMPLES), rule
         assert {t.strip() for t in re.findall(r"\(panel ([^)]*)\)", text)} <= titles
