@@ -10,23 +10,23 @@ from services.config.schema import ClusterConfig
 from services.config.speculation import EpsilonGreedySelector, SpeculationConfig
 from services.core.types import FinishReason, SlotState
 
+OFF = "off"
+OTHER = "other"  # whatever the configuration or this list does not know
 # As numbers for `longtail_slot_state`: the order must not change, dashboards map it back.
 STATES = (
     SlotState.IDLE, SlotState.ROLLOUT, SlotState.DRAINING, SlotState.DRAFTING, SlotState.POLICY, SlotState.LOST,
 )  # fmt: skip
 HOLDERS = ("policy", "reward")  # of spans, without a slot of their own
 PHASES = ("starting", "evaluation", "rollout", "reward", "policy", "publish", "load", "comparison", "finished",
-          "other")  # fmt: skip
+    OTHER)  # fmt: skip
 PARTS = ("rollout", "reward", "policy", "publish")
 CAUSES = ("refused", "evicted", "aged_out", "damaged", "unwritten")
-# Kinds of events; one that is not listed counts as other.
 EVENTS = (
     "slot_lost", "slot_returned", "server_gone", "server_restarted", "version_mismatch", "drafter_lost",
     "drafter_returned", "drafter_gone", "drafter_parts_lost", "drafter_published", "drafter_kept", "drafter_useless",
     "drafter_rests", "drafter_trains", "states_dropped", "tail_moved", "policy_lost", "reward_lost",
-    "coordinator_returned", "energy_missing", "energy_reset", "other",
+    "coordinator_returned", "energy_missing", "energy_reset", OTHER,
 )  # fmt: skip
-OFF = "off"
 
 Series = tuple[str, ...]
 
@@ -66,7 +66,7 @@ class LabelValues:
             "state": ("running", "queued"),
             "reason": (FinishReason.STOP.value, FinishReason.LENGTH.value),
             "stat": ("p50", "p99", "max"),
-            "strategy": tuple(dict.fromkeys(names)),
+            "strategy": (*dict.fromkeys(names), OTHER),
             "bucket": bucket_names(self.bucket_starts),
             "drafter": ("live", "frozen"),
             "weights": ("policy", "drafter"),
@@ -76,6 +76,10 @@ class LabelValues:
         self._extra: Mapping[tuple[str, ...], tuple[Series, ...]] = {
             ("slot", "role"): tuple((holder, holder) for holder in HOLDERS)
         }
+
+    def known(self, label: str, value: str) -> str:
+        """The value, or OTHER."""
+        return value if value in self._values[label] else OTHER
 
     def series(self, labels: tuple[str, ...]) -> tuple[Series, ...]:
         return (*product(*(self._values[label] for label in labels)), *self._extra.get(labels, ()))

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric as Family
 from services.config.schema import ClusterConfig
 from services.coordinator.telemetry.acceptance import AcceptanceGrowth, growth
 from services.coordinator.telemetry.facts import Weights
-from services.coordinator.telemetry.labels import CAUSES, EVENTS, HOLDERS, PARTS, PHASES, STATES, LabelValues, slot_name
+from services.coordinator.telemetry.labels import CAUSES, HOLDERS, PARTS, PHASES, STATES, LabelValues, slot_name
 from services.coordinator.telemetry.slots import SlotTimes
 from services.coordinator.telemetry.values import State, Values
 from services.core.protocols import Blob, Clock
@@ -61,7 +61,7 @@ class RunMetrics:
     ) -> None:
         self._lock = threading.RLock()
         self._clock, self._wall_clock, self._size_of = clock, wall_clock, size_of
-        labels = LabelValues(config)
+        self._labels = labels = LabelValues(config)
         self._starts, self._buckets = labels.bucket_starts, labels.series(("bucket",))
         self._values = v = Values(labels, run_id)
         self._growth = AcceptanceGrowth()
@@ -130,12 +130,12 @@ class RunMetrics:
 
     @_locked
     def span(self, span: SlotSpan) -> None:
-        if span.slot in HOLDERS:
+        if span.slot in HOLDERS and span.role == span.slot:
             self._values.inc("longtail_slot_seconds_total", span.end_s - span.start_s, span.slot, span.role)
 
     @_locked
     def event(self, event: RunEvent) -> None:
-        self._values.inc("longtail_events_total", 1, event.kind if event.kind in EVENTS else "other")
+        self._values.inc("longtail_events_total", 1, self._labels.known("kind", event.kind))
 
     @_locked
     def progress(self, view: ProgressView) -> None:
@@ -226,9 +226,11 @@ class RunMetrics:
         for before, now in self._growth.of(report):
             steps, accepted, proposed = growth(before, now)
             for strategy, count in steps.items():
-                self._values.inc("longtail_verify_steps_total", count, strategy, bucket)
+                self._values.inc("longtail_verify_steps_total", count, self._labels.known("strategy", strategy), bucket)
             for strategy, count in accepted.items():
-                self._values.inc("longtail_accepted_tokens_total", count, strategy, bucket)
+                self._values.inc(
+                    "longtail_accepted_tokens_total", count, self._labels.known("strategy", strategy), bucket
+                )
             self._values.inc("longtail_draft_tokens_total", proposed, bucket)
 
     def _spent(self, slot: int, state: SlotState, seconds: float) -> None:
@@ -247,7 +249,7 @@ class RunMetrics:
 
     def _show_phase(self, phase: str) -> None:
         self._phase = phase
-        shown = phase if phase in PHASES else "other"
+        shown = self._labels.known("phase", phase)
         for one in PHASES:
             self._values.set("longtail_phase", one == shown, one)
 
