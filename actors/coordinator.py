@@ -28,7 +28,6 @@ from services.coordinator.observer import Fanout
 from services.coordinator.resume import Takeover
 from services.coordinator.services import Inputs, Services
 from services.coordinator.telemetry.exporter import open_metrics
-from services.coordinator.telemetry.values import State
 from services.core.energy import GpuName
 from services.core.types import ProgressView
 from services.policy.advantage import advantages
@@ -71,7 +70,7 @@ def ray_services(config: ClusterConfig, handles: Mapping[str, Any]) -> Services:
 
 class CoordinatorActor:
     """`handles` are the actors by name: rollout-<slot>, drafter-<slot>, policy, reward. `takeover`: the run goes on
-    that a coordinator before this one began. `values`: those of the metrics to count on from."""
+    that a coordinator before this one began."""
 
     def __init__(
         self,
@@ -80,11 +79,10 @@ class CoordinatorActor:
         handles: dict[str, Any],
         takeover: Takeover | None = None,
         run_id: str = "",
-        values: State | None = None,
     ) -> None:
         services = ray_services(config, handles)
         self._queue = QueuedObserver()
-        metrics, self._exporter = open_metrics(config, run_id, time.monotonic, stored_size, takeover, values)
+        metrics, self._exporter = open_metrics(config, run_id, time.monotonic, stored_size, takeover)
         observer: Any = self._queue if self._exporter is None else Fanout(self._queue, metrics)
         self._coordinator = Coordinator(config, inputs, services, observer, time.monotonic, takeover, metrics)
         if self._exporter is not None:

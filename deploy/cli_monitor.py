@@ -15,7 +15,7 @@ from deploy.monitoring.prometheus_server import (
 from services.core.errors import ServiceLostError
 
 LOOK_S = 2.0  # how often to look for runs that began or ended
-DASHBOARDS = Path(__file__).parent / "monitoring" / "grafana"
+DASHBOARDS = Path(__file__).parent / "monitoring" / "dashboards"
 
 
 def monitor(path: Path, options: ServerOptions) -> None:

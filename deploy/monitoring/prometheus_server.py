@@ -21,8 +21,8 @@ from services.core.errors import ConfigError, ServiceLostError, WaitTimeoutError
 from services.report.records import write_atomic
 from services.report.run_folder import ENDPOINT_FILE
 
-RULES = Path(__file__).parent / "prometheus"
-RULE_FILES = ("recording.yml", "alerts.yml")
+RULES = Path(__file__).parent / "rules"
+RULE_FILES = ("recording.yaml", "alerts.yaml")
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0

@@ -74,13 +74,11 @@ def open_metrics(
     clock: Clock,
     size_of: SizeOf,
     takeover: Takeover | None = None,
-    values: State | None = None,
 ) -> tuple[RunMetrics | NoTelemetry, Exporter | None]:
-    """The metrics of a run and what serves them, as `coordinator.metrics` says; they go on from those of the takeover,
-    else from `values`."""
+    """The metrics of a run and what serves them, as `coordinator.metrics` says; they go on from those of the
+    takeover."""
     section = config.coordinator.metrics
     if section is None:
         return NO_TELEMETRY, None
-    earlier = takeover.values if takeover else values
-    metrics = RunMetrics(config, run_id, clock, size_of, earlier, took_over=takeover is not None)
+    metrics = RunMetrics(config, run_id, clock, size_of, takeover.values if takeover else None, takeover is not None)
     return metrics, Exporter(section, metrics, clock)

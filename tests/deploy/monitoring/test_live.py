@@ -19,7 +19,7 @@ import ray
 
 from deploy.cli_shared import config_of
 from deploy.cluster import run_on_ray
-from deploy.monitoring.dashboards import FOLDER
+from deploy.monitoring.grafana import FOLDER
 from deploy.monitoring.prometheus_server import ServerOptions, prometheus_running, write_targets
 from deploy.monitoring.queries import Line, PrometheusApi, panel_queries
 from services.coordinator.telemetry.table import METRICS, sample_names

@@ -10,7 +10,7 @@ import yaml
 
 from deploy.monitoring.prometheus_server import RULE_FILES, RULES
 
-TESTS = Path(__file__).parent / "rules_test.yml"
+TESTS = Path(__file__).parent / "rules_test.yaml"
 
 
 def promtool(*args: str) -> None:
@@ -39,7 +39,7 @@ def test_every_rule_has_a_case() -> None:
 
 
 def test_every_alert_says_what_to_look_at() -> None:
-    groups = yaml.safe_load((RULES / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+    groups = yaml.safe_load((RULES / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
     for rule in (r for g in groups for r in g["rules"]):
         assert rule["labels"]["severity"] in ("info", "warning", "critical"), rule["alert"]
         assert rule["annotations"].keys() == {"summary", "description"}, rule["alert"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.monitoring.dashboards import DASHBOARDS, FOLDER, render
+from deploy.monitoring.grafana import DASHBOARDS, FOLDER, render
 from deploy.monitoring.prometheus_server import RULE_FILES, RULES
 from deploy.monitoring.queries import flat_panels, metric_names, panel_queries
 from services.coordinator.telemetry.labels import STATES
@@ -30,7 +30,7 @@ def boards() -> list[Any]:
 @pytest.mark.parametrize("spec", DASHBOARDS, ids=lambda s: s.uid)
 def test_the_committed_json_is_what_the_code_makes(spec: Any) -> None:
     committed = (FOLDER / f"{spec.uid}.json").read_text(encoding="utf-8")
-    assert committed == render(spec), "run python -m deploy.monitoring.dashboards"
+    assert committed == render(spec), "run python -m deploy.monitoring.grafana"
 
 
 def test_no_dashboard_is_left_over() -> None:

@@ -1,4 +1,4 @@
-"""Grafana dashboards from the panels' plain data: `python -m deploy.monitoring.dashboards` writes grafana/*.json.
+"""Grafana dashboards from the panels' plain data: `python -m deploy.monitoring.grafana` writes dashboards/*.json.
 
 The JSON is committed, so that Grafana can read it without this program; a test tells when the two differ.
 """
@@ -21,7 +21,7 @@ from deploy.monitoring.utilisation import UTILISATION
 from services.coordinator.telemetry.labels import STATES
 
 DASHBOARDS = (UTILISATION, ROLLOUT, LEARNING)
-FOLDER = Path(__file__).parent / "grafana"
+FOLDER = Path(__file__).parent / "dashboards"
 SOURCE = parts.DataSourceRef(type_val="prometheus", uid="${datasource}")
 # The roles' colours, the report's own.
 COLOURS = {
