@@ -36,7 +36,7 @@ def render(spec: DashboardSpec) -> str:
         dashboard.Dashboard(spec.title).uid(spec.uid).description(spec.text).tags(["longtail"]).editable()
         .time("now-1h", "now").refresh("10s").tooltip(parts.DashboardCursorSync.CROSSHAIR)
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
-        .with_variable(_run_variable()).annotation(_annotation())
+        .with_variable(_run_variable()).with_variable(_window_variable()).annotation(_annotation())
         .link(dashboard.DashboardLink("Longtail").type(parts.DashboardLinkType.DASHBOARDS).tags(["longtail"])
               .keep_time(True).include_vars(True))
     )  # fmt: skip
@@ -57,6 +57,13 @@ def _run_variable() -> Any:
     return variable.sort(parts.VariableSort.ALPHABETICAL_DESC).current(parts.VariableOption(**everything))
 
 
+def _window_variable() -> Any:
+    """Grafana's rate interval follows the scrapes; what is told once a step needs one that is longer than a step."""
+    chosen: dict[str, Any] = {"selected": True, "text": "5m", "value": "5m"}
+    variable = dashboard.IntervalVariable("window").label("Window for steps").auto(False)
+    return variable.values("1m,5m,15m,1h,6h").current(parts.VariableOption(**chosen))
+
+
 def _annotation() -> Any:
     expr = 'sum by (run_id, kind) (increase(longtail_events_total{run_id=~"$run",kind=~".*(lost|gone)"}[1m])) > 0'
     mark = dashboard.AnnotationQuery().name("Losses").datasource(SOURCE).enable(True).icon_color("red").hide(False)
@@ -73,7 +80,7 @@ def _panel(spec: PanelSpec) -> Any:
     make: dict[str, Callable[[PanelSpec], Any]] = {"timeline": _timeline, "stat": _stat}
     panel = make.get(spec.draw, _series)(spec)
     panel = panel.title(spec.title).description(spec.text).datasource(SOURCE).unit(spec.unit)
-    panel = panel.span(spec.width).height(6 if spec.draw == "stat" else 8)
+    panel = panel.span(spec.width).height(8)
     if spec.low is not None:
         panel = panel.min(spec.low)
     if spec.high is not None:

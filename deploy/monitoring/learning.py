@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deploy.monitoring.panels import (
+    STEPS,
     DashboardSpec,
     PanelSpec,
     Query,
@@ -38,23 +39,24 @@ POLICY = RowSpec(
         lines("Gradient norm", "Before clipping.", pick("grad_norm"), "norm", width=6),
         lines("Loss", "", pick("policy_loss"), "loss", width=6),
         lines("Trainer against engines", "Mean difference of logprobs before the update, nats: a jump means that "
-              "engines and trainer do not compute the same model.", pick("logprob_gap"), "gap"),
+              "engines and trainer do not compute the same model.", pick("logprob_gap"), "gap", width=12),
         lines("Staleness", "Policy versions between the oldest rollout of the last step and the policy it trained.",
-              pick("rollout_staleness"), "versions"),
+              pick("rollout_staleness"), "versions", width=12),
     ),
 )  # fmt: skip
 
 VERSIONS = RowSpec(
     "Versions",
     (
-        lines("Published versions", "", pick("published_version"), "{{weights}}"),
+        lines("Published versions", "", pick("published_version"), "{{weights}}", width=6),
         lines("Versions behind", "What was published minus what a server said in its last report.", LAG,
-              "{{slot}}, {{weights}}"),
+              "{{slot}}, {{weights}}", width=6),
         PanelSpec("Publishing, 90th percentile", "Until the weights could be fetched; loading until every server "
                   "served them.",
                   (Query(quantile(0.9, "publish_seconds", by="weights"), "{{weights}}"),
-                   Query(quantile(0.9, "load_seconds"), "loading")), "s", low=0),
-        lines("Published bytes per second", "", rate("publish_bytes_total", by="weights"), "{{weights}}", "Bps"),
+                   Query(quantile(0.9, "load_seconds"), "loading")), "s", width=6, low=0),
+        lines("Published bytes per second", "", rate("publish_bytes_total", by="weights", over=STEPS), "{{weights}}",
+              "Bps", width=6),
     ),
 )  # fmt: skip
 
@@ -70,11 +72,11 @@ DRAFTER = RowSpec(
               "bytes"),
         lines("Sequences in the buffer", "", pick("drafter_buffer_sequences"), "{{slot}}"),
         stacked("Sequences lost per minute", "By cause, over all trainers.",
-                f"60 * {rate('drafter_sequences_lost_total', by='cause')}", "{{cause}}", "cpm"),
+                f"60 * {rate('drafter_sequences_lost_total', by='cause', over=STEPS)}", "{{cause}}", "cpm"),
         PanelSpec("Hidden states per minute", "Sequences that came with their states, and without.",
-                  (Query(f"60 * {rate('hidden_state_sequences_total')}", "with"),
-                   Query(f"60 * {rate('hidden_state_missing_total')}", "missing or cut short")), "cpm"),
-        lines("Hidden states, bytes per second", "", rate("hidden_state_bytes_total"), "bytes", "Bps"),
+                  (Query(f"60 * {rate('hidden_state_sequences_total', over=STEPS)}", "with"),
+                   Query(f"60 * {rate('hidden_state_missing_total', over=STEPS)}", "missing or cut short")), "cpm"),
+        lines("Hidden states, bytes per second", "", rate("hidden_state_bytes_total", over=STEPS), "bytes", "Bps"),
     ),
 )  # fmt: skip
 

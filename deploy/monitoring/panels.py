@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 RATE = "[$__rate_interval]"
+STEPS = "[$window]"  # for what a run tells once a step: longer than a step
 WHERE = 'run_id=~"$run"'
 
 Draw = Literal["lines", "stacked", "timeline", "stat"]
@@ -57,17 +58,18 @@ def _match(label: str, value: str) -> str:
     return f'{label}{operator or "="}"{value.removeprefix(operator)}"'
 
 
-def rate(name: str, by: str = "", **labels: str) -> str:
+def rate(name: str, by: str = "", over: str = RATE, **labels: str) -> str:
     """Per second, summed over everything but `by`: the sum comes last, so that a counter's restart stays one."""
-    return f"sum by (run_id{', ' + by if by else ''}) (rate({pick(name, **labels)}{RATE}))"
+    return f"sum by (run_id{', ' + by if by else ''}) (rate({pick(name, **labels)}{over}))"
 
 
 def grown(name: str, by: str = "") -> str:
-    return f"sum by (run_id{', ' + by if by else ''}) (increase({pick(name)}{RATE}))"
+    """How much it grew within the window for steps."""
+    return f"sum by (run_id{', ' + by if by else ''}) (increase({pick(name)}{STEPS}))"
 
 
 def quantile(share: float, name: str, by: str = "") -> str:
-    return f"histogram_quantile({share}, {rate(f'{name}_bucket', by='le' + (', ' + by if by else ''))})"
+    return f"histogram_quantile({share}, {rate(f'{name}_bucket', by='le' + (', ' + by if by else ''), over=STEPS)})"
 
 
 def lines(title: str, text: str, expr: str, legend: str, unit: str = "short", width: int = 8) -> PanelSpec:

@@ -16,12 +16,12 @@ from typing import Annotated, Any
 import typer
 
 from deploy.monitoring.grafana import COLOURS, FOLDER
-from deploy.monitoring.queries import Line, PrometheusApi, flat_panels, named
+from deploy.monitoring.queries import Line, PrometheusApi, fill, flat_panels, named
 from services.coordinator.telemetry.labels import STATES
 from services.report.svg import Frame, esc, fmt, path_of, tick_label, ticks
 
 WIDTH, UNIT, GAP, TOP = 1440, 34, 10, 74
-POINTS = 240
+POINTS = 180
 PALETTE = ("#3c6fb4", "#e0912f", "#58a08b", "#7d62ad", "#c8453b", "#c9b04a", "#8a8f98", "#c06c84", "#2d8fb0", "#7a9a3a")
 CSS = (
     "text{fill:#24272c}.t{font-size:11px;fill:#5d636d}.t.strong{fill:#24272c}.grid{stroke:#e9eae6}.base{stroke:#b9bcc2}"
@@ -93,7 +93,7 @@ class PanelPicture:
                 frame.add(f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.2f}" height="{row - 8:.1f}" '
                           f'fill="{COLOURS[role]}"/>')  # fmt: skip
         frame.bottom = 58
-        frame.x_axis("seconds", count=10)
+        frame.x_axis("", count=10)
         return "".join(frame.parts) + self._legend([(state.value, COLOURS[state.value]) for state in STATES])
 
     def _series(self) -> str:
@@ -103,7 +103,7 @@ class PanelPicture:
         low, high = limits(values, self._panel["fieldConfig"]["defaults"].get("min"))
         frame = self._frame(low, high)
         self._y_axis(frame)
-        frame.x_axis("seconds", count=max(3, self._width // 110))
+        frame.x_axis("", count=max(3, self._width // 110))
         for i, (name, top, base) in reversed(list(enumerate(curves))):
             frame.add(self._curve(frame, top, base, colour_of(name, i)))
         return "".join(frame.parts) + self._legend([(n, colour_of(n, i)) for i, (n, _, _) in enumerate(curves)])
@@ -124,9 +124,13 @@ class PanelPicture:
         for value in values:
             y = frame.py(value)
             frame.line(frame.left, y, frame.width - frame.right, y, "grid")
-            plain = self._unit in ("short", "s") and abs(value) < 1e4
-            text = tick_label(value, step) if plain else amount(value, self._unit)
+            text = self._tick(value, step)
             frame.text(frame.left - 6, y + 4, text, "t", "end")
+
+    def _tick(self, value: float, step: float) -> str:
+        if self._unit not in ("short", "s") or abs(value) >= 1e4:
+            return amount(value, self._unit)
+        return f"{value:.1e}" if value and step < 1e-3 else tick_label(value, step)
 
     def _legend(self, entries: Sequence[tuple[str, str]]) -> str:
         parts, x = [], 14.0
@@ -140,10 +144,22 @@ class PanelPicture:
         return "".join(parts)
 
 
+def with_gaps(line: Line, longest_s: float) -> Line:
+    """With a point that is no number wherever there was no sample, so that no line is drawn across."""
+    out: list[tuple[float, float]] = []
+    for at_s, value in line.points:
+        if out and at_s - out[-1][0] > longest_s:
+            out.append((out[-1][0] + longest_s / 2, math.nan))
+        out.append((at_s, value))
+    return Line(line.labels, tuple(out))
+
+
 def runs(line: Line, end_s: float) -> list[tuple[float, str, float]]:
     """(from, role, seconds) of a slot's state, neighbours of one role joined."""
     out: list[tuple[float, str, float]] = []
     for (at_s, code), following in zip(line.points, [*(t for t, _ in line.points[1:]), end_s], strict=True):
+        if math.isnan(code):
+            continue
         role = STATES[int(code)].value
         if out and out[-1][1] == role and math.isclose(out[-1][0] + out[-1][2], at_s, abs_tol=1e-3):
             out[-1] = (out[-1][0], role, out[-1][2] + following - at_s)
@@ -168,13 +184,15 @@ def limits(values: Sequence[float], least: float | None) -> tuple[float, float]:
     low, high = min(values), max(values)
     if least is not None:
         low = least
-    pad = 0.08 * (high - low) or max(0.1, 0.1 * abs(high))
-    return (low if low == least else low - pad), high + pad
+    pad = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
+    at_bottom = low == least or 0 <= low < pad
+    return (max(0.0, least or 0.0) if at_bottom else low - pad), high + pad
 
 
 def draw_dashboard(board: Mapping[str, Any], api: PrometheusApi, run_id: str, window: tuple[float, float]) -> str:
     """One SVG of every panel, where the dashboard has it."""
-    interval, step_s = f"{max(10, round((window[1] - window[0]) / 20))}s", (window[1] - window[0]) / POINTS
+    span_s = window[1] - window[0]
+    intervals, step_s = (f"{max(10, round(span_s / 30))}s", f"{max(20, round(span_s / 4))}s"), span_s / POINTS
     groups, bottom = [], 0.0
     for panel in board["panels"]:
         box = panel["gridPos"]
@@ -184,12 +202,14 @@ def draw_dashboard(board: Mapping[str, Any], api: PrometheusApi, run_id: str, wi
             continue
         found: Named = []
         for target in panel["targets"]:
-            expr = target["expr"].replace("$__rate_interval", interval).replace("$run", run_id)
-            found += [(named(s, target["legendFormat"]), s) for s in api.query_range(expr, *window, step_s)]
+            expr = fill(target["expr"], run_id, *intervals)
+            lines = (with_gaps(s, 1.5 * step_s) for s in api.query_range(expr, *window, step_s))
+            found += [(named(s, target["legendFormat"]), s) for s in lines]
         groups.append(f'<g transform="translate({x:.0f} {y:.0f})">{PanelPicture(panel, found, window).draw()}</g>')
         bottom = max(bottom, y + box["h"] * UNIT)
     when = datetime.fromtimestamp(window[0], UTC).strftime("%Y-%m-%d %H:%M UTC")
-    note = f"Drawn by Longtail from the panels' own queries over run {run_id}, from {when}; not a picture of Grafana."
+    note = f"Drawn by Longtail from the panels' own queries over run {run_id}, seconds from {when}; "
+    note += "not a picture of Grafana."
     return _page(board["title"], note, groups, bottom + 14)
 
 

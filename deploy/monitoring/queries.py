@@ -27,9 +27,8 @@ class PanelQuery:
     expr: str
     legend: str
 
-    def filled(self, run: str, interval: str) -> str:
-        """With Grafana's variables replaced: `run` is a pattern of run ids, `interval` such as "20s"."""
-        return self.expr.replace("$__rate_interval", interval).replace("$run", run)
+    def filled(self, run: str, interval: str, window: str) -> str:
+        return fill(self.expr, run, interval, window)
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,11 @@ def flat_panels(board: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def metric_names(expr: str) -> set[str]:
     """The names of our metrics in an expression."""
     return set(re.findall(r"\blongtail_[a-z0-9_]+", expr))
+
+
+def fill(expr: str, run: str, interval: str, window: str) -> str:
+    """With Grafana's variables replaced: `run` is a pattern of run ids, the others durations such as "20s"."""
+    return expr.replace("$__rate_interval", interval).replace("$window", window).replace("$run", run)
 
 
 class PrometheusApi:

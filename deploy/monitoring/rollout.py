@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deploy.monitoring.panels import (
+    STEPS,
     DashboardSpec,
     PanelSpec,
     Query,
@@ -26,7 +27,7 @@ GENERATION = RowSpec(
         PanelSpec("Rollouts under way", "Of the phase: running at a server, and queued.",
                   (Query(pick("rollouts"), "{{state}}"),), draw="stacked", low=0),
         stacked("Rollouts finished per minute", "By how they ended; told once a step.",
-                f"60 * {rate('rollouts_finished_total', by='reason')}", "{{reason}}", "cpm"),
+                f"60 * {rate('rollouts_finished_total', by='reason', over=STEPS)}", "{{reason}}", "cpm"),
         lines("Tokens per second of work", "Response tokens by second inside the server's calls.",
               f"{rate('generated_tokens_total', by='slot')} / ({rate('server_busy_seconds_total', by='slot')} > 0)",
               "{{slot}}"),
@@ -43,7 +44,7 @@ LENGTHS = RowSpec(
         PanelSpec("Lengths of the last step", "Tokens.", (Query(pick("step_response_tokens"), "{{stat}}"),), low=0),
         lines("Tail ratio", "99th percentile over the median of a step's responses: the longer the tail, the more idle "
               "time for the drafter.", f"{P99} / ignoring (stat) {P50}", "p99 / p50"),
-        quantiles("Response lengths", "Over all steps of the rate interval, by buckets of powers of two.",
+        quantiles("Response lengths", "Over the steps of the window, by buckets of powers of two.",
                   "response_tokens", "short"),
     ),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from deploy.monitoring.panels import (
     RATE,
+    STEPS,
     DashboardSpec,
     PanelSpec,
     Query,
@@ -17,14 +18,14 @@ from deploy.monitoring.panels import (
 )
 
 IN_SLOTS = "=~slot .*"
-RECLAIMED = f"{rate('idle_seconds_total', use='drafting')} / {rate('idle_seconds_total')}"
+RECLAIMED = f"{rate('idle_seconds_total', over=STEPS, use='drafting')} / {rate('idle_seconds_total', over=STEPS)}"
 PER_SLOT = f"rate({pick('slot_seconds_total', slot=IN_SLOTS)}{RATE})"
 GPU_SECONDS = f"sum by (run_id, role) ({PER_SLOT} * on (run_id, slot) group_left () {pick('gpus')})"
 POLICY_GPU_SECONDS = f"{rate('slot_seconds_total', slot='policy')} * on (run_id) {pick('policy_gpus')}"
-WINDOWS_PER_S, WINDOW_S = rate("idle_window_seconds_count"), rate("idle_window_seconds_sum")
+WINDOWS_PER_S, WINDOW_S = (rate(f"idle_window_seconds_{end}", over=STEPS) for end in ("count", "sum"))
 STEPS_MADE = grown("steps_total")
 SWITCHES, SWITCH_S, SWITCH_BYTES = (
-    rate(f"memory_{name}_total", by="switch") for name in ("switches", "switch_seconds", "switch_bytes")
+    rate(f"memory_{name}_total", by="switch", over=STEPS) for name in ("switches", "switch_seconds", "switch_bytes")
 )
 
 SLOTS = RowSpec(
@@ -57,7 +58,7 @@ WINDOWS = RowSpec(
     "Idle windows",
     (
         lines("Idle time reclaimed", "Of the slot seconds without rollout work inside rollout phases, the share that "
-              "trained the drafter. Told once a step.", RECLAIMED, "reclaimed", "percentunit"),
+              "trained the drafter.", RECLAIMED, "reclaimed", "percentunit"),
         stacked("Slot time without rollout work", "Slot seconds per second inside rollout phases.",
                 rate("idle_seconds_total", by="use"), "{{use}}"),
         lines("Idle windows per minute", "A slot's server ran dry while another one still generated.",
@@ -70,7 +71,7 @@ WINDOWS = RowSpec(
     ),
 )  # fmt: skip
 
-STEPS = RowSpec(
+STEP = RowSpec(
     "Steps",
     (
         PanelSpec("Step", "The policy step under way, and how many there are to be.",
@@ -88,7 +89,7 @@ ENERGY = RowSpec(
     "Energy and memory",
     (
         stacked("Power by role", "Of the run's GPUs; only in steps that were metered.",
-                rate("energy_joules_total", by="role"), "{{role}}", "watt"),
+                rate("energy_joules_total", by="role", over=STEPS), "{{role}}", "watt"),
         stacked("Joules per step by role", "",
                 f"{grown('energy_joules_total', by='role')} / on (run_id) group_left () {STEPS_MADE}",
                 "{{role}}", "joule"),
@@ -102,7 +103,7 @@ ENERGY = RowSpec(
 HEALTH = RowSpec(
     "Health",
     (
-        lines("Events", "Losses, returns, published drafters and more, in the rate interval.",
+        lines("Events", "Losses, returns, published drafters and more, within the window for steps.",
               f"{grown('events_total', by='kind')} > 0", "{{kind}}"),
         lines("Coordinators that took over", "From one that died; the counters go on.",
               pick("coordinator_restarts_total"), "restarts"),
@@ -116,5 +117,5 @@ UTILISATION = DashboardSpec(
     "longtail-utilisation",
     "Longtail: utilisation",
     "Who uses the GPU slots, and what becomes of the idle time of the long tail.",
-    (SLOTS, WINDOWS, STEPS, ENERGY, HEALTH),
+    (SLOTS, WINDOWS, STEP, ENERGY, HEALTH),
 )

@@ -14,7 +14,7 @@ from services.config.schema import ClusterConfig
 from services.coordinator.telemetry.acceptance import AcceptanceGrowth, growth
 from services.coordinator.telemetry.facts import Weights
 from services.coordinator.telemetry.labels import CAUSES, HOLDERS, PARTS, PHASES, STATES, LabelValues, slot_name
-from services.coordinator.telemetry.slots import SlotTimes
+from services.coordinator.telemetry.slots import FREE, SlotTimes, WorkTimes
 from services.coordinator.telemetry.values import State, Values
 from services.core.protocols import Blob, Clock
 from services.core.types import (
@@ -74,6 +74,7 @@ class RunMetrics:
         v.set("longtail_run_info", 1, config.run.name)
         v.set("longtail_planned_steps", config.run.steps)
         self._times = SlotTimes(config.rollout.num_servers, clock(), self._spent, self._window)
+        self._work = WorkTimes(self._worked)
         for slot in range(config.rollout.num_servers):
             v.set("longtail_gpus", config.placement.gpus_per_slot, slot_name(slot))
         v.set("longtail_policy_gpus", config.placement.policy_gpus)
@@ -85,7 +86,7 @@ class RunMetrics:
     @_locked
     def read(self) -> tuple[State, list[Family]]:
         """All values up to now: to be kept, and to be shown."""
-        self._times.tick(self._clock())
+        self._tick()
         self._values.set("longtail_read_timestamp_seconds", self._wall_clock())
         return self._values.take(), self._values.families()
 
@@ -97,8 +98,6 @@ class RunMetrics:
         v.inc("longtail_steps_total", 1)
         for part in PARTS:
             v.inc("longtail_step_part_seconds_total", max(0.0, getattr(metrics, f"{part}_s")), part)
-        v.inc("longtail_idle_seconds_total", max(0.0, metrics.idle_s), "unused")
-        v.inc("longtail_idle_seconds_total", max(0.0, metrics.drafting_s), "drafting")
         v.inc("longtail_reward_errors_total", metrics.reward_errors)
         for role, joules in (metrics.energy_j or {}).items():
             v.inc("longtail_energy_joules_total", max(0.0, joules), role)
@@ -130,8 +129,8 @@ class RunMetrics:
 
     @_locked
     def span(self, span: SlotSpan) -> None:
-        if span.slot in HOLDERS and span.role == span.slot:
-            self._values.inc("longtail_slot_seconds_total", span.end_s - span.start_s, span.slot, span.role)
+        if span.slot in HOLDERS:
+            self._work.end(span.slot, span.end_s - span.start_s)
 
     @_locked
     def event(self, event: RunEvent) -> None:
@@ -141,8 +140,11 @@ class RunMetrics:
     def progress(self, view: ProgressView) -> None:
         v = self._values
         if view.phase != self._phase:
+            self._tick()  # what has been belongs to the phase before
             self._growth.forget()
             self._show_phase(view.phase)
+            if view.phase in HOLDERS:
+                self._work.begin(view.phase, self._clock())
         v.set("longtail_step", view.step)
         v.set("longtail_rollouts", view.rollouts_running, "running")
         queued = view.rollouts_total - view.rollouts_done - view.rollouts_running
@@ -150,7 +152,7 @@ class RunMetrics:
 
     @_locked
     def finish(self, summary: Mapping[str, Any]) -> None:
-        self._times.tick(self._clock())
+        self._tick()
 
     # ------------------------------------------------------------------ as the parts' telemetry
 
@@ -233,8 +235,19 @@ class RunMetrics:
                 )
             self._values.inc("longtail_draft_tokens_total", proposed, bucket)
 
+    def _tick(self) -> None:
+        now = self._clock()
+        self._times.tick(now)
+        self._work.tick(now)
+
     def _spent(self, slot: int, state: SlotState, seconds: float) -> None:
         self._values.inc("longtail_slot_seconds_total", seconds, slot_name(slot), state.value)
+        if self._phase == "rollout" and state in FREE:
+            use = "drafting" if state is SlotState.DRAFTING else "unused"
+            self._values.inc("longtail_idle_seconds_total", seconds, use)
+
+    def _worked(self, holder: str, seconds: float) -> None:
+        self._values.inc("longtail_slot_seconds_total", seconds, holder, holder)
 
     def _window(self, seconds: float) -> None:
         if self._phase == "rollout":  # not in evaluations, where nobody may train

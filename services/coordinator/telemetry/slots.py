@@ -1,4 +1,5 @@
-"""How long each slot was in which role, and its idle windows, from the changes of its lease."""
+"""How long each slot was in which role, and its idle windows, from the changes of its lease; and how long others worked
+who hold no slot."""
 
 from __future__ import annotations
 
@@ -55,3 +56,24 @@ class SlotTimes:
         since = self._free_since.pop(slot, None)
         if since is not None and now - since >= LEAST_WINDOW_S:
             self._window(now - since)
+
+
+class WorkTimes:
+    """Of the policy trainer and the reward workers: `spent(holder, seconds)` gets a piece of work while it lasts, and
+    at its end what is left of the seconds that it really took."""
+
+    def __init__(self, spent: Callable[[str, float], None]) -> None:
+        self._spent = spent
+        self._open: dict[str, tuple[float, float]] = {}  # since when, and what was counted of it
+
+    def begin(self, holder: str, now: float) -> None:
+        self._open.setdefault(holder, (now, 0.0))
+
+    def tick(self, now: float) -> None:
+        for holder, (since, counted) in self._open.items():
+            self._spent(holder, max(0.0, now - since - counted))
+            self._open[holder] = (since, max(counted, now - since))
+
+    def end(self, holder: str, seconds: float) -> None:
+        _, counted = self._open.pop(holder, (0.0, 0.0))
+        self._spent(holder, max(0.0, seconds - counted))

@@ -59,7 +59,7 @@ SLOTS = (
     _gauge("slots", "Slots in a role right now.", ("role",)),
     _gauge("gpus", "GPUs that a slot asks for; 0 on CPU.", ("slot",)),
     _gauge("policy_gpus", "GPUs that the policy trainer asks for."),
-    _counter("idle_seconds", "Slot seconds of steps' rollout phases without rollout work, unused or drafting.",
+    _counter("idle_seconds", "Slot seconds without rollout work while a step's rollouts are generated, by their use.",
              ("use",), "seconds"),
     _histogram("idle_window_seconds", "How long a slot had nothing to generate while another one still did."),
     _histogram("slot_return_seconds", "From asking a slot that trains the drafter to leave until it was free."),

@@ -79,7 +79,7 @@ def test_a_dashboard_is_whole(board: Any) -> None:
     everything = [*panels, *(p for p in board["panels"] if p["type"] == "row")]
     assert board["schemaVersion"] >= 39, "Grafana 11 and later"
     assert len({p["id"] for p in everything}) == len(everything)
-    assert {v["name"] for v in board["templating"]["list"]} == {"datasource", "run"}
+    assert {v["name"] for v in board["templating"]["list"]} == {"datasource", "run", "window"}
     for panel in panels:
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
         assert panel["targets"] and panel["title"] and "unit" in panel["fieldConfig"]["defaults"]

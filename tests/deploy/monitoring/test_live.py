@@ -114,7 +114,7 @@ def finite(lines: list[Line]) -> list[Line]:
 def test_every_query_of_every_panel_runs_and_has_data(watched: Watched) -> None:
     empty = set()
     for query in panel_queries(FOLDER):
-        if not finite(watched.window(query.filled(".+", "5s"))):
+        if not finite(watched.window(query.filled(".+", "5s", "15s"))):
             empty.add((query.panel, query.legend))
     assert {legend for _, legend in empty} == EMPTY, empty
 

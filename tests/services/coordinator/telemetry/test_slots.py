@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.coordinator.leases import NEXT, SERVING
-from services.coordinator.telemetry.slots import SlotTimes
+from services.coordinator.telemetry.slots import SlotTimes, WorkTimes
 from services.core.types import SlotState
 
 S = SlotState
@@ -75,3 +75,18 @@ def test_every_second_of_every_slot_counts_once(moves: list[tuple[int, int, floa
     for slot in range(3):
         assert sum(n for (s, _), n in book.seconds.items() if s == slot) == pytest.approx(now)
     assert sum(book.windows) <= free + 1e-6, "a window is time in which a slot was free beside one that generates"
+
+
+def test_work_is_counted_while_it_lasts_and_once() -> None:
+    seconds: dict[str, float] = {}
+    work = WorkTimes(lambda holder, s: seconds.update({holder: seconds.get(holder, 0.0) + s}))
+    work.begin("policy", 10.0)
+    work.tick(14.0)
+    assert seconds["policy"] == 4.0
+    work.begin("policy", 15.0)  # the phase is told again
+    work.tick(16.0)
+    work.end("policy", 7.5)
+    work.tick(30.0)
+    assert seconds["policy"] == 7.5
+    work.end("reward", 2.0)  # it began before anybody listened
+    assert seconds["reward"] == 2.0
