@@ -103,12 +103,16 @@ class _Bench(Coordinator):
         for _ in self._phase.generate(works, drafters):
             pass
         seconds = self._clock() - started
-        self._drafting.finish()
+        while self._drafting.slots:  # the last micro-steps belong to the phase; handing in goes beside what follows
+            self._calls.turn()
         slots = self._timeline.close_window()
+        joules = self._metering.end(self._timeline.open_spans())
+        self._drafting.finish()
+        self._trainers.settle()
         done = self._drafting.progress
         return _Phase(
             seconds, slots.get(SlotState.IDLE, 0.0), slots.get(SlotState.DRAFTING, 0.0), sum(p.busy_s for p in done),
-            [p.busy_s / p.micro_steps for p in done], self._metering.end(self._timeline.open_spans()),
+            [p.busy_s / p.micro_steps for p in done], joules,
         )  # fmt: skip
 
     def close_spans(self) -> None:

@@ -184,6 +184,9 @@ class LocalRolloutClient(_Client):
 
 
 class LocalDrafterClient(_Client):
+    def prepare(self, state: Blob) -> LocalCall:
+        return self._service.run("prepare", lambda s: s.prepare(_value(state)))
+
     def begin(self, state: Blob, epoch: int, lane: int) -> LocalCall:
         return self._service.run("begin", lambda s: s.begin(_value(state), epoch, lane))
 

@@ -75,4 +75,5 @@ def make_phase(parts: Parts, drafting: Drafting, board: ProgressBoard) -> Rollou
         call_timeout_s=call_timeout_s,
         tail=tail,
         telemetry=parts.telemetry,
+        tell=parts.tell,
     )

@@ -87,7 +87,10 @@ class DrafterClient(Protocol):
     @property
     def name(self) -> str: ...
 
-    def begin(self, state: Blob, epoch: int, lane: int) -> Pending[None]:
+    def prepare(self, state: Blob) -> Pending[None]:
+        """Between two leases: hold this state, so that a `begin` that brings it finds it there."""
+
+    def begin(self, state: Blob, epoch: int, lane: int) -> Pending[int]:
         """Adopt trainable tensors and optimizer state and the epoch. `lane` tells slots that train together apart: each
         draws its own data."""
 
