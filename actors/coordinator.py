@@ -27,7 +27,7 @@ from services.coordinator.coordinator import Coordinator
 from services.coordinator.observer import Fanout
 from services.coordinator.resume import Takeover
 from services.coordinator.services import Inputs, Services
-from services.coordinator.telemetry.exporter import open_metrics
+from services.coordinator.telemetry.exporter import AT_ONCE, open_metrics
 from services.core.energy import GpuName
 from services.core.types import ProgressView
 from services.policy.advantage import advantages
@@ -83,7 +83,7 @@ class CoordinatorActor:
         services = ray_services(config, handles)
         self._queue = QueuedObserver()
         metrics, self._exporter = open_metrics(config, run_id, time.monotonic, stored_size, takeover)
-        observer: Any = self._queue if self._exporter is None else Fanout(self._queue, metrics)
+        observer: Any = self._queue if self._exporter is None else Fanout(metrics, self._queue)
         self._coordinator = Coordinator(config, inputs, services, observer, time.monotonic, takeover, metrics)
         if self._exporter is not None:
             self._queue.endpoint(reachable_host(self._exporter.host), self._exporter.port)
@@ -109,7 +109,7 @@ class CoordinatorActor:
         news = self._queue.take()
         if self._exporter is not None:
             self._exporter.acknowledge()
-            state = self._exporter.offer(force=any(method == "finish" for method, _ in news))
+            state = self._exporter.offer(force=any(method in AT_ONCE for method, _ in news))
             if state is not None:
                 news.insert(0, ("values", (state,)))
         return news

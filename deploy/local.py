@@ -24,7 +24,7 @@ from services.coordinator.coordinator import Coordinator
 from services.coordinator.energy import POLICY
 from services.coordinator.observer import Fanout, RunObserver
 from services.coordinator.services import Services
-from services.coordinator.telemetry.exporter import Exporter, open_metrics
+from services.coordinator.telemetry.exporter import AT_ONCE, Exporter, open_metrics
 from services.core.energy import GpuName
 from services.core.protocols import Blob, Clock
 from services.drafter.checkpoint import starting_state
@@ -56,12 +56,12 @@ def run_local(
     inputs = load_inputs(config)
     with ExitStack() as closing:
         host = LocalHost(clock, time.sleep)
-        services = build_services(config, host, closing)
         metrics, exporter = open_metrics(config, run_id or nameless_run_id(), clock, _num_bytes)
         if exporter is not None:
             closing.callback(exporter.close)
             observer.endpoint(exporter.host, exporter.port)
             observer = Fanout(observer, metrics, _Serving(exporter, observer))  # type: ignore[arg-type]
+        services = build_services(config, host, closing)
         coordinator = Coordinator(config, inputs, services, observer, clock, telemetry=metrics)
         entry = gpu or _gpu_in_use(config)
         if entry is not None:
@@ -82,7 +82,7 @@ class _Serving:
         self._exporter, self._observer = exporter, observer
 
     def __getattr__(self, method: str) -> Callable[..., None]:
-        return lambda *args: self._turn(force=method == "finish")
+        return lambda *args: self._turn(force=method in AT_ONCE)
 
     def _turn(self, force: bool) -> None:
         state = self._exporter.offer(force)

@@ -21,6 +21,8 @@ from services.core.errors import ConfigError
 from services.core.protocols import Clock
 
 PERIOD_S = 1.0
+# What an observer is told that the values must not lag behind: whoever has a step also has it in the totals.
+AT_ONCE = frozenset({"step", "rollouts", "finish"})
 
 
 class Exporter:
