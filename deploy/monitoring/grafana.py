@@ -80,7 +80,7 @@ def _panel(spec: PanelSpec) -> Any:
     make: dict[str, Callable[[PanelSpec], Any]] = {"timeline": _timeline, "stat": _stat}
     panel = make.get(spec.draw, _series)(spec)
     panel = panel.title(spec.title).description(spec.text).datasource(SOURCE).unit(spec.unit)
-    panel = panel.span(spec.width).height(8)
+    panel = panel.span(spec.width).height(4 if spec.draw == "stat" and spec.width == 24 else 8)
     if spec.low is not None:
         panel = panel.min(spec.low)
     if spec.high is not None:

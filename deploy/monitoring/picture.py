@@ -130,7 +130,9 @@ class PanelPicture:
     def _tick(self, value: float, step: float) -> str:
         if self._unit not in ("short", "s") or abs(value) >= 1e4:
             return amount(value, self._unit)
-        return f"{value:.1e}" if value and step < 1e-3 else tick_label(value, step)
+        if step < 1e-3:
+            return f"{value:.1e}" if value else "0"
+        return tick_label(value, step)
 
     def _legend(self, entries: Sequence[tuple[str, str]]) -> str:
         parts, x = [], 14.0
