@@ -14,19 +14,25 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from services.core.checkpoints import CheckpointNote
 from services.core.control import refuse_tensors
 from services.core.errors import LongtailError, ServiceLostError, WaitTimeoutError
 from services.core.protocols import Blob, Pending
 from services.core.types import GroupWork, HiddenStateChunk, Prompt, Rollout, TrainBatch
+from services.weights.rendezvous import Invitation, Offer
 
 CONTROL = "control"  # the concurrency group of calls that overtake
+TRANSFERS = "transfers"  # that of the policy trainer's calls that hand out what is published, while it trains
+READY_TIMEOUT_S = 10.0  # for what is known to be ready
 ANY_INTERFACE = ("0.0.0.0", "::", "")
 
 
-def stored_size(blob: Blob) -> int | None:
-    """Bytes of what this process owns in the object store; None for what is not there."""
-    if not isinstance(blob, ray.ObjectRef):
-        return None
+def published_size(offers: bool, weights: str, blob: Blob) -> int | None:
+    """Bytes of a version that is ready: of its offer where policies are offered, else in the object store; None when
+    Ray does not tell."""
+    if offers and weights == "policy":
+        offer: Offer = ray.get(blob, timeout=READY_TIMEOUT_S)
+        return offer.manifest.num_bytes
     size = ray.experimental.get_object_locations([blob]).get(blob, {}).get("object_size")
     return None if size is None else int(size)
 
@@ -172,6 +178,12 @@ class RayDrafterClient(_Client):
 
 
 class RayPolicyClient(_Client):
+    """`offers`: servers fetch a published policy themselves (`weights.transport: collective`)."""
+
+    def __init__(self, name: str, handle: Any, offers: bool = False) -> None:
+        super().__init__(name, handle)
+        self._offers = offers
+
     def train_step(self, batch: TrainBatch) -> tuple[Pending[Any], Pending[Any], Blob]:
         refuse_tensors(batch, f"{self.name}.train_step")
         report, chunk, blob = self._refs("train_step", 3, batch)
@@ -180,8 +192,34 @@ class RayPolicyClient(_Client):
     def steps_done(self) -> RayCall:
         return self._control("steps_done")
 
-    def publish(self) -> tuple[Pending[int], Blob]:
-        return self._with_blob("publish")
+    def publish(self) -> tuple[Pending[int], Blob, Blob]:
+        if self._offers:
+            version, offer, head = self._refs("offer", 3)
+            return RayCall(version, self.name, "offer"), Blob(offer), Blob(head)
+        pending, weights = self._with_blob("publish")
+        return pending, weights, weights
+
+    def copy_of(self, version: int) -> tuple[Pending[int], Blob]:
+        method = self._handle.copy_of.options(num_returns=2, concurrency_group=TRANSFERS)
+        answer, blob = method.remote(version)
+        return RayCall(answer, self.name, "copy_of"), Blob(blob)
+
+
+def ask_for_transfer(offer: Offer, invitation: Invitation) -> RayCall:
+    """A rollout server's call to the policy trainer, in the trainer's threads for that."""
+    method = offer.sender.send.options(concurrency_group=TRANSFERS)
+    return RayCall(method.remote(offer.version, invitation), "policy", "send")
+
+    def restored(self) -> tuple[Pending[CheckpointNote | None], Blob, Blob]:
+        note, live, served = self._refs("restored", 3)
+        return RayCall(note, self.name, "restored"), Blob(live), Blob(served)
+
+    def checkpoint(self, note: CheckpointNote, live: Blob | None, served: Blob | None) -> RayCall:
+        refuse_tensors(note, f"{self.name}.checkpoint")
+        return self._call("checkpoint", note, live, served)
+
+    def flush(self, timeout_s: float) -> RayCall:
+        return self._control("flush", timeout_s)
 
 
 class RayEnergyClient(_Client):

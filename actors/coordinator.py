@@ -10,6 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from actors.clients import (
@@ -19,8 +20,8 @@ from actors.clients import (
     RayRewardClient,
     RayRolloutClient,
     RayWaiter,
+    published_size,
     reachable_host,
-    stored_size,
 )
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
@@ -60,7 +61,7 @@ def ray_services(config: ClusterConfig, handles: Mapping[str, Any]) -> Services:
     return Services(
         rollout=[RayRolloutClient(f"rollout-{slot}", handles[f"rollout-{slot}"]) for slot in slots],
         drafters=drafters,
-        policy=RayPolicyClient("policy", handles["policy"]),
+        policy=RayPolicyClient("policy", handles["policy"], config.weights.transport == "collective"),
         reward=RayRewardClient("reward", handles["reward"]),
         waiter=RayWaiter(),
         initial_drafter=initial,
@@ -82,7 +83,8 @@ class CoordinatorActor:
     ) -> None:
         services = ray_services(config, handles)
         self._queue = QueuedObserver()
-        metrics, self._exporter = open_metrics(config, run_id, time.monotonic, stored_size, takeover)
+        size_of = partial(published_size, config.weights.transport == "collective")
+        metrics, self._exporter = open_metrics(config, run_id, time.monotonic, size_of, takeover)
         observer: Any = self._queue if self._exporter is None else Fanout(metrics, self._queue)
         self._coordinator = Coordinator(config, inputs, services, observer, time.monotonic, takeover, metrics)
         if self._exporter is not None:

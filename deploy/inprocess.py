@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from services.core.checkpoints import CheckpointNote
 from services.core.control import refuse_tensors
 from services.core.errors import LongtailError, ServiceLostError
 from services.core.protocols import Blob, Clock, Pending
@@ -237,9 +238,30 @@ class LocalPolicyClient(_Client):
     def steps_done(self) -> LocalCall:
         return self._service.run("steps_done", lambda s: s.steps_done)
 
-    def publish(self) -> tuple[Pending[int], Blob]:
+    def publish(self) -> tuple[Pending[int], Blob, Blob]:
         call = self._service.call("publish")
+        weights = Blob(_Part(call, 1))
+        return _Part(call, 0), weights, weights
+
+    def copy_of(self, version: int) -> tuple[Pending[int], Blob]:
+        """Of an offer; nothing is offered in one process."""
+        call = self._service.call("copy_of", version)
         return _Part(call, 0), Blob(_Part(call, 1))
+
+    def restored(self) -> tuple[Pending[CheckpointNote | None], Blob, Blob]:
+        call = self._service.call("restored")
+        return _Part(call, 0), Blob(_Part(call, 1)), Blob(_Part(call, 2))
+
+    def checkpoint(self, note: CheckpointNote, live: Blob | None, served: Blob | None) -> LocalCall:
+        refuse_tensors(note, f"{self.name}.checkpoint")
+
+        def value(blob: Blob | None) -> Any:
+            return None if blob is None else _value(blob)
+
+        return self._service.run("checkpoint", lambda s: s.checkpoint(note, value(live), value(served)))
+
+    def flush(self, timeout_s: float) -> LocalCall:
+        return self._control("flush", timeout_s)
 
 
 class LocalEnergyClient(_Client):

@@ -18,13 +18,14 @@ from deploy.inprocess import (
     LocalService,
 )
 from deploy.inputs import load_inputs, needs_drafter
-from deploy.naming import nameless_run_id
+from deploy.resuming import Start, nameless_start
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.energy import POLICY
 from services.coordinator.observer import Fanout, RunObserver
 from services.coordinator.services import Services
 from services.coordinator.telemetry.exporter import AT_ONCE, Exporter, open_metrics
+from services.core.checkpoints import CheckpointPlan
 from services.core.energy import GpuName
 from services.core.protocols import Blob, Clock
 from services.drafter.checkpoint import starting_state
@@ -46,23 +47,26 @@ def run_local(
     on_drafter: Callable[[int, Mapping[str, Any]], None] = lambda version, tensors: None,
     gpu: str | None = None,
     open_reader: OpenReader = open_nvml,
-    run_id: str | None = None,
+    start: Start | None = None,
 ) -> dict[str, Any]:
-    """One run to its summary. `on_drafter` gets (version, trainable tensors) of the drafter published last.
+    """One run to its summary; without `start` a new one that writes no checkpoints. `on_drafter` gets (version,
+    trainable tensors) of the drafter published last.
     `gpu`: whose energy is measured, as CUDA_VISIBLE_DEVICES calls it; None: the one that this process computes on.
 
     Raises what the run raises; the observer is finished in every case.
     """
+    start = start or nameless_start()
+    config = start.fitted(config)
     inputs = load_inputs(config)
     with ExitStack() as closing:
         host = LocalHost(clock, time.sleep)
-        metrics, exporter = open_metrics(config, run_id or nameless_run_id(), clock, _num_bytes)
+        metrics, exporter = open_metrics(config, start.run_id, clock, _num_bytes, start.takeover)
         if exporter is not None:
             closing.callback(exporter.close)
             observer.endpoint(exporter.host, exporter.port)
             observer = Fanout(observer, metrics, _Serving(exporter, observer))  # type: ignore[arg-type]
-        services = build_services(config, host, closing)
-        coordinator = Coordinator(config, inputs, services, observer, clock, telemetry=metrics)
+        services = build_services(config, host, closing, checkpoints=start.checkpoints)
+        coordinator = Coordinator(config, inputs, services, observer, clock, start.takeover, metrics)
         entry = gpu or _gpu_in_use(config)
         if entry is not None:
             meter = EnergyService([entry], open_reader, clock)
@@ -91,7 +95,7 @@ class _Serving:
             self._exporter.acknowledge()
 
 
-def _num_bytes(blob: Blob) -> int | None:
+def _num_bytes(_weights: str, blob: Blob) -> int | None:
     """Of a published version: tensors by name."""
     return sum(tensor.nbytes for tensor in blob.result(0.0).values())  # type: ignore[attr-defined]
 
@@ -112,7 +116,11 @@ def _measure_energy(
 
 
 def build_services(
-    config: ClusterConfig, host: LocalHost, closing: ExitStack, clock: Clock = time.monotonic
+    config: ClusterConfig,
+    host: LocalHost,
+    closing: ExitStack,
+    clock: Clock = time.monotonic,
+    checkpoints: CheckpointPlan | None = None,
 ) -> Services:
     """Every service of a run on `host`; `clock` is theirs."""
 
@@ -131,7 +139,7 @@ def build_services(
         drafters=[
             LocalDrafterClient(start(f"drafter-{i}", build_drafter_service, config, i, clock)) for i in drafter_slots
         ],
-        policy=LocalPolicyClient(start("policy", build_policy_service, config, clock)),
+        policy=LocalPolicyClient(start("policy", build_policy_service, config, clock, checkpoints)),
         reward=LocalRewardClient(start("reward", reward)),
         waiter=host,
         initial_drafter=Blob(starting_state(config)) if drafter_slots else None,

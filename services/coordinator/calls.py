@@ -1,7 +1,8 @@
 """Calls under way: everything the coordinator has asked for and not heard back about, in one place.
 
 Each call has an owner (the service's name), a time-out, and two continuations: `done` with the answer, `lost` when
-the callee died, was replaced, or stayed silent. `turn` is the coordinator's heartbeat: it waits for anything to
+the callee died, was replaced, or stayed silent. A third, `untransferred`, when weights did not come over a direct
+connection; without it that counts as a loss. `turn` is the coordinator's heartbeat: it waits for anything to
 become ready and runs the continuations, one at a time, in the coordinator's only thread.
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from services.core.errors import ServiceLostError, StaleEpochError
+from services.core.errors import ServiceLostError, StaleEpochError, TransferError
 from services.core.protocols import Clock, Pending, Waiter
 
 T = TypeVar("T")
@@ -32,6 +33,7 @@ class _Call:
     lost: Lost
     deadline_s: float
     timeout_s: float
+    untransferred: Lost
 
 
 class Calls:
@@ -42,8 +44,16 @@ class Calls:
         self._calls: list[_Call] = []
         self._timers: list[tuple[float, Callable[[], None]]] = []
 
-    def post(self, owner: str, pending: Pending[T], done: Callable[[T], None], lost: Lost, timeout_s: float) -> None:
-        self._post(owner, pending, done, lost, timeout_s)
+    def post(
+        self,
+        owner: str,
+        pending: Pending[T],
+        done: Callable[[T], None],
+        lost: Lost,
+        timeout_s: float,
+        untransferred: Lost | None = None,
+    ) -> None:
+        self._post(owner, pending, done, lost, timeout_s, untransferred)
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._timers.append((self._clock() + delay_s, action))
@@ -87,9 +97,15 @@ class Calls:
         return answers[0]
 
     def _post(
-        self, owner: str, pending: Pending[Any], done: Callable[[Any], None], lost: Lost, timeout_s: float
+        self,
+        owner: str,
+        pending: Pending[Any],
+        done: Callable[[Any], None],
+        lost: Lost,
+        timeout_s: float,
+        untransferred: Lost | None = None,
     ) -> _Call:
-        call = _Call(owner, pending, done, lost, self._clock() + timeout_s, timeout_s)
+        call = _Call(owner, pending, done, lost, self._clock() + timeout_s, timeout_s, untransferred or lost)
         self._calls.append(call)
         return call
 
@@ -101,6 +117,8 @@ class Calls:
         except StaleEpochError as error:
             # The service was restarted between two calls and knows nothing of its lease: its work is gone too.
             call.lost(f"restarted without its work ({error})")
+        except TransferError as error:
+            call.untransferred(str(error))
         else:
             call.done(answer)
 

@@ -32,6 +32,11 @@ class WeightError(LongtailError):
     """A weight load was refused (nothing matched, wrong shape, not finite); the receiver keeps what it had."""
 
 
+class TransferError(LongtailError):
+    """Weights did not come over a direct connection (peer lost, time-out, superseded). What had not arrived was not
+    loaded; a receiver says by its versions what it has, and the same weights can be had another way."""
+
+
 class BatchError(LongtailError):
     """A trainer was handed rollouts, rewards or hidden states it must not learn from (misaligned, NaN, wrong size)."""
 
@@ -63,6 +68,12 @@ class ControlMessageError(LongtailError):
 
 class MeterError(LongtailError):
     """The energy of a GPU cannot be measured; the message says which one and why."""
+
+
+class NothingTrainedError(LongtailError):
+    """A run came to its end and left the policy as it was: whoever started it must not take that for success."""
+
+    exit_code = 3
 
 
 class StopRequested(LongtailError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NewType, Protocol, TypeVar
 
+from services.core.checkpoints import CheckpointNote
 from services.core.types import (
     AcceptanceEstimate,
     DrafterProgress,
@@ -137,8 +138,25 @@ class PolicyClient(Protocol):
     def steps_done(self) -> Pending[int]:
         """The last step that was trained on."""
 
-    def publish(self) -> tuple[Pending[int], Blob]:
-        """(policy_version, weights)."""
+    def publish(self) -> tuple[Pending[int], Blob, Blob]:
+        """(policy_version, weights for RolloutClient.load_policy, weights for DrafterClient.load_target_head). The
+        first may be an offer that servers redeem themselves (`weights.transport: collective`); TransferError says
+        that one could not."""
+
+    def copy_of(self, version: int) -> tuple[Pending[int], Blob]:
+        """(version, weights) of the published version, for a server that could not redeem its offer. Answers also while
+        the policy is trained; TransferError when `version` is superseded."""
+
+    def restored(self) -> tuple[Pending[CheckpointNote | None], Blob, Blob]:
+        """(note, live, served): what the checkpoint said that the trainer went on from, and the drafter's two training
+        states in it (equal when there was one). The note is None for a run that began anew."""
+
+    def checkpoint(self, note: CheckpointNote, live: Blob | None, served: Blob | None) -> Pending[None]:
+        """Copy everything as it is now, with these states of the drafter, and write it in the background; `served`
+        None: it is `live`."""
+
+    def flush(self, timeout_s: float) -> Pending[None]:
+        """Answers when every checkpoint is on the disk."""
 
 
 class RewardClient(Protocol):

@@ -82,5 +82,8 @@ def open_metrics(
     section = config.coordinator.metrics
     if section is None:
         return NO_TELEMETRY, None
-    metrics = RunMetrics(config, run_id, clock, size_of, takeover.values if takeover else None, takeover is not None)
+    if takeover is None:
+        metrics = RunMetrics(config, run_id, clock, size_of)
+    else:
+        metrics = RunMetrics(config, run_id, clock, size_of, takeover.values, not takeover.resumed)
     return metrics, Exporter(section, metrics, clock)

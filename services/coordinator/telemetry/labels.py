@@ -25,7 +25,8 @@ EVENTS = (
     "slot_lost", "slot_returned", "server_gone", "server_restarted", "version_mismatch", "drafter_lost",
     "drafter_returned", "drafter_gone", "drafter_parts_lost", "drafter_published", "drafter_kept", "drafter_useless",
     "drafter_rests", "drafter_trains", "states_dropped", "tail_moved", "rollouts_missing", "policy_lost", "reward_lost",
-    "coordinator_returned", "energy_missing", "energy_reset", OTHER,
+    "coordinator_returned", "run_resumed", "prompts_changed", "transfer_failed", "energy_missing", "energy_reset",
+    OTHER,
 )  # fmt: skip
 
 Series = tuple[str, ...]

@@ -31,7 +31,7 @@ from services.core.types import (
     StepMetrics,
 )
 
-SizeOf = Callable[[Blob], int | None]
+SizeOf = Callable[[Weights, Blob], int | None]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -209,7 +209,7 @@ class RunMetrics:
 
     @_locked
     def published(self, weights: Weights, version: int, seconds: float, blob: Blob) -> None:
-        v, num_bytes = self._values, self._size_of(blob)
+        v, num_bytes = self._values, self._size_of(weights, blob)
         v.set("longtail_published_version", version, weights)
         v.observe("longtail_publish_seconds", seconds, weights)
         v.inc("longtail_publish_bytes_total", num_bytes or 0, weights)

@@ -22,6 +22,7 @@ from deploy.cluster import run_on_ray
 from deploy.monitoring.grafana import FOLDER
 from deploy.monitoring.prometheus_server import ServerOptions, prometheus_running, write_targets
 from deploy.monitoring.queries import Line, PrometheusApi, panel_queries
+from deploy.resuming import start_of
 from services.coordinator.telemetry.table import METRICS, sample_names
 from services.core.types import ProgressView
 from services.report.run_folder import ENDPOINT_FILE, VALUES_FILE, RunFolder
@@ -101,7 +102,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         looking = threading.Thread(target=look, daemon=True)
         looking.start()
         start_s = time.time()
-        run_on_ray(config, folder, on_start=folder.learn, run_id=folder.folder.run_id)  # type: ignore[arg-type]
+        start = start_of(config, folder.folder)
+        run_on_ray(config, folder, on_start=folder.learn, start=start)  # type: ignore[arg-type]
         done.set()
         looking.join(timeout=10)
         yield Watched(PrometheusApi(options.url), folder, start_s, time.time(), metrics_port)

@@ -21,7 +21,7 @@ from tests.services.coordinator.fakes import FakeClock, tiny_config
 class Exporting:
     def __init__(self) -> None:
         self.clock = FakeClock()
-        self.metrics = RunMetrics(tiny_config(), "r1", self.clock, lambda blob: None)
+        self.metrics = RunMetrics(tiny_config(), "r1", self.clock, lambda weights, blob: None)
         self.exporter = Exporter(MetricsConfig(), self.metrics, self.clock)
 
     def scrape(self) -> str:
@@ -79,13 +79,15 @@ def test_a_taken_port_is_told_with_the_remedy(exporting: Exporting) -> None:
 
 def test_null_means_none() -> None:
     config = tiny_config(coordinator={"metrics": None})
-    assert open_metrics(config, "r1", FakeClock(), lambda blob: None) == (NO_TELEMETRY, None)
+    assert open_metrics(config, "r1", FakeClock(), lambda weights, blob: None) == (NO_TELEMETRY, None)
 
 
-def test_it_goes_on_from_a_takeover() -> None:
-    takeover = Takeover(1, 0.0, values={"longtail_steps_total": [41.0]})
-    metrics, exporter = open_metrics(tiny_config(), "r1", FakeClock(), lambda blob: None, takeover)
+@pytest.mark.parametrize("resumed", [False, True])
+def test_it_goes_on_from_a_takeover_and_from_a_run_that_is_resumed(resumed: bool) -> None:
+    takeover = Takeover(1, 0.0, values={"longtail_steps_total": [41.0]}, resumed=resumed)
+    metrics, exporter = open_metrics(tiny_config(), "r1", FakeClock(), lambda weights, blob: None, takeover)
     assert isinstance(metrics, RunMetrics) and exporter is not None
     exporter.close()
     state, _ = metrics.read()
-    assert state["longtail_steps_total"] == (41.0,) and state["longtail_coordinator_restarts_total"] == (1.0,)
+    assert state["longtail_steps_total"] == (41.0,)
+    assert state["longtail_coordinator_restarts_total"] == (float(not resumed),)

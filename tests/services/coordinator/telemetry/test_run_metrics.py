@@ -34,7 +34,7 @@ class MeasuredWorld(World):
     def take_over(self, takeover: Any) -> None:
         earlier = None if takeover is None else takeover.values
         self.metrics = RunMetrics(
-            self.config, "r1", self.clock, lambda blob: 1000, earlier, takeover is not None, self.clock
+            self.config, "r1", self.clock, lambda weights, blob: 1000, earlier, takeover is not None, self.clock
         )
         self.coordinator = Coordinator(
             self.config, self.inputs, self.services, Fanout(self.memory, self.metrics),  # type: ignore[arg-type]
@@ -142,7 +142,7 @@ def test_a_lost_server_shows() -> None:
 
 def metrics(**changes: Any) -> RunMetrics:
     world = World(tiny_config(**changes))
-    return RunMetrics(world.config, "r1", world.clock, lambda blob: None)
+    return RunMetrics(world.config, "r1", world.clock, lambda weights, blob: None)
 
 
 def of(metrics: RunMetrics, name: str, *series: str) -> float:
