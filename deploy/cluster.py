@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from rich.console import Console
 
 from actors.clients import CONTROL, RayCall
@@ -136,7 +136,9 @@ def _slots(config: ClusterConfig) -> Any:
     wanted = bundles(config)
     if not wanted:
         return None
-    group = placement_group(wanted, strategy="PACK")
+    place = config.placement
+    labels = [place.slot_labels] * len(wanted) if place.slot_labels else None
+    group = placement_group(wanted, strategy=place.strategy, bundle_label_selector=labels)
     timeout_s = config.coordinator.start_timeout_s
     try:
         ray.get(group.ready(), timeout=timeout_s)
@@ -188,6 +190,8 @@ def _start(plan: ActorPlan, config: ClusterConfig, run_id: str, group: Any, lent
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=plan.slot
         )
+    elif plan.kind == "policy" and config.placement.policy_labels:
+        options["label_selector"] = config.placement.policy_labels
     arguments = (config,) if plan.slot is None else (config, plan.slot)
     return remote_class(plan.kind).options(**options).remote(*arguments)
 
@@ -195,7 +199,8 @@ def _start(plan: ActorPlan, config: ClusterConfig, run_id: str, group: Any, lent
 def _start_coordinator(
     config: ClusterConfig, inputs: Inputs, run_id: str, handles: Handles, takeover: Takeover | None
 ) -> Any:
-    """Ray does not restart it: another one must know that it takes over."""
+    """Ray does not restart it: another one must know that it takes over. It lives on the driver's node, so that no cut
+    cable comes between the two."""
     incarnation = f"-{takeover.incarnation}" if takeover else ""  # Ray frees the name of a dead one in its own time
     made = ray.remote(CoordinatorActor).options(
         name=actor_name(run_id, f"coordinator{incarnation}"),
@@ -203,6 +208,7 @@ def _start_coordinator(
         max_restarts=0,
         max_concurrency=4,
         runtime_env={"env_vars": actor_env(1)},
+        scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
     )
     others = {name: handle for name, handle in handles.items() if name != "coordinator"}
     return made.remote(config, inputs, others, takeover)

@@ -168,6 +168,13 @@ class PlacementConfig(Section):
     gpus_per_slot: float = Field(0.0, ge=0)
     policy_cpus: float = Field(0.5, ge=0)
     policy_gpus: float = Field(0.0, ge=0)
+    # How Ray spreads slots over nodes; with STRICT_SPREAD a slot whose node is lost waits for a node, it never moves
+    # in with another one.
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    # Node labels that slots and the policy trainer ask for, as Ray's label selectors. The policy trainer and the
+    # driver should share what can fail together: without either of them no run goes on.
+    slot_labels: dict[str, str] = {}
+    policy_labels: dict[str, str] = {}
     # Of a private Ray: holds drafters, policies and hidden states of a few steps.
     object_store_bytes: int = Field(512 * 2**20, ge=2**27)
 
