@@ -31,7 +31,18 @@ from actors.rollout import RolloutActor
 from deploy.inputs import load_inputs
 from deploy.metering import plan_meters, seats, start_meters
 from deploy.naming import NAMESPACE, actor_name, nameless_run_id
-from deploy.placement import TRAINER_ENV, ActorPlan, actor_env, bundles, check_resources, machine_cpus, plan_actors
+from deploy.placement import (
+    ROLES,
+    ROLLOUT,
+    TRAINER_ENV,
+    ActorPlan,
+    actor_env,
+    bundles,
+    check_resources,
+    machine_cpus,
+    plan_actors,
+    role_selector,
+)
 from deploy.processes import descendants, end_processes
 from services.config.schema import ClusterConfig
 from services.coordinator.observer import RunObserver
@@ -136,9 +147,9 @@ def _slots(config: ClusterConfig) -> Any:
     wanted = bundles(config)
     if not wanted:
         return None
-    place = config.placement
-    labels = [place.slot_labels] * len(wanted) if place.slot_labels else None
-    group = placement_group(wanted, strategy=place.strategy, bundle_label_selector=labels)
+    selector = role_selector(config, ROLLOUT)
+    labels = [selector] * len(wanted) if selector else None
+    group = placement_group(wanted, strategy=config.placement.strategy, bundle_label_selector=labels)
     timeout_s = config.coordinator.start_timeout_s
     try:
         ray.get(group.ready(), timeout=timeout_s)
@@ -190,8 +201,8 @@ def _start(plan: ActorPlan, config: ClusterConfig, run_id: str, group: Any, lent
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=plan.slot
         )
-    elif plan.kind == "policy" and config.placement.policy_labels:
-        options["label_selector"] = config.placement.policy_labels
+    elif selector := role_selector(config, ROLES[plan.kind]):
+        options["label_selector"] = selector
     arguments = (config,) if plan.slot is None else (config, plan.slot)
     return remote_class(plan.kind).options(**options).remote(*arguments)
 

@@ -50,11 +50,13 @@ def reason_to_skip(*tools: str) -> str | None:
         return f"needs {', '.join(missing)}: on Debian, apt-get install iproute2 util-linux redis-server"
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
-    probe = f"ltprobe{secrets.token_hex(2)}"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, timeout=30, check=False)
-    if made.returncode:
-        return f"network namespaces are not permitted here: {made.stderr.strip()}"
-    _ip("netns", "del", probe)
+    probe = Network()
+    try:
+        probe.make()
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces are not permitted here: {error.stderr.strip()}"
+    finally:
+        probe.remove()
     return None
 
 
@@ -98,8 +100,11 @@ class Network:
             _ip("-n", space, "route", "add", "default", "via", SWITCH)
 
     def remove(self) -> None:
+        """Also what `make` left half done."""
+        made = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=30, check=False).stdout
         for name in ("head", "worker", "switch"):
-            _ip("netns", "del", self.space(name))
+            if self.space(name) in made:
+                _ip("netns", "del", self.space(name))
 
     def cut(self, name: str) -> None:
         _ip("-n", self.space(name), "link", "set", "eth0", "down")
@@ -186,7 +191,8 @@ class TwoNodes:
 
 @contextmanager
 def two_nodes(head_cpus: int = 1, worker_cpus: int = 1, **environment: str) -> Iterator[TwoNodes]:
-    """Both nodes up. The head has two GPUs to believe in, the worker one; labels `longtail/node` tell them apart."""
+    """Both nodes up. The head has two GPUs to believe in, the worker one; its role is rollout, the head's
+    are all."""
     folder, network = Path(tempfile.mkdtemp(prefix="lt", dir="/tmp")), Network()
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"  # as with an activated virtual environment, or in an image
     shared = {**FAST_HEALTH, **AUTH, **environment, "PATH": path, "RAY_ADDRESS": GCS}
@@ -194,11 +200,12 @@ def two_nodes(head_cpus: int = 1, worker_cpus: int = 1, **environment: str) -> I
     store = ("--object-store-memory", "200000000")
     head = Node(network, "head", (
         "--head", "--node-ip-address", HEAD, "--port", "6380", "--num-cpus", str(head_cpus), "--num-gpus", "2",
-        "--labels", "longtail/node=head", "--dashboard-host", HEAD, "--dashboard-port", "8265", *store,
+        "--labels", "longtail.io/head=true,longtail.io/policy=true,longtail.io/rollout=true",
+        "--dashboard-host", HEAD, "--dashboard-port", "8265", *store,
     ), per_node, folder)  # fmt: skip
     worker = Node(network, "worker", (
         "--address", GCS, "--node-ip-address", WORKER, "--num-cpus", str(worker_cpus), "--num-gpus", "1",
-        "--labels", "longtail/node=worker", *store,
+        "--labels", "longtail.io/rollout=true", *store,
     ), per_node, folder)  # fmt: skip
     cluster = TwoNodes(network, head, worker, folder, shared)
     network.make()
