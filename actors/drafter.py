@@ -30,9 +30,9 @@ class DrafterActor:
     def initial_state(self) -> tuple[int, DrafterState]:
         return 0, starting_state(self._config)
 
-    def begin(self, state: DrafterState, epoch: int, lane: int) -> None:
+    def begin(self, state: DrafterState, epoch: int, lane: int) -> int:
         run_behind_others()  # the thread of this actor's calls: a rollout server beside it must not wait for training
-        self._service.begin(state, epoch, lane)
+        return self._service.begin(state, epoch, lane)
 
     def load_target_head(self, policy_version: int, tensors: Mapping[str, Any]) -> None:
         self._service.load_target_head(policy_version, tensors)

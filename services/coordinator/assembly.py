@@ -71,4 +71,5 @@ def make_phase(parts: Parts, drafting: Drafting, board: ProgressBoard) -> Rollou
         max_running=rollout.engine.max_running,
         call_timeout_s=call_timeout_s,
         tail=tail,
+        tell=parts.tell,
     )

@@ -25,13 +25,14 @@ from services.core.types import DrafterProgress, RunEvent, SlotState
 
 @dataclass(slots=True)
 class _Lane:
-    """A slot that trains. `number` tells the members of a round apart: each draws its own data. `micro_steps` since it
-    last began; `waiting` for the round to end; `leave_s`: when it was asked to leave."""
+    """A slot that trains. `number` tells the members of a round apart: each draws its own data. `begun_at`: the total
+    of micro-steps from which it last began; `waiting` for the round to end; `leave_s`: when it was asked to leave."""
 
     slot: int
     epoch: int
     number: int
-    micro_steps: int = 0
+    begun_at: int = 0
+    trained: bool = False
     waiting: bool = False
     leave_s: float | None = None
 
@@ -142,11 +143,14 @@ class Drafting:
     def _begin(self, lane: _Lane) -> None:
         live, client = self.live, self._trainers.clients[lane.slot]
         assert live is not None
-        lane.waiting, lane.micro_steps = False, 0
+        lane.waiting, lane.trained = False, False
+
+        def begun(total_steps: int) -> None:
+            lane.begun_at = total_steps
+            self._next(lane)
 
         def begin() -> None:
-            pending = client.begin(live, lane.epoch, lane.number)
-            self._trainers.post(lane.slot, pending, lambda _: self._next(lane))
+            self._trainers.post(lane.slot, client.begin(live, lane.epoch, lane.number), begun)
 
         self._trainers.identified(lane.slot, begin)
 
@@ -159,8 +163,8 @@ class Drafting:
         self._trainers.post(lane.slot, pending, lambda progress: self._trained(lane, progress))
 
     def _trained(self, lane: _Lane, progress: DrafterProgress) -> None:
-        lane.micro_steps += progress.micro_steps
         if progress.micro_steps:
+            lane.trained = True
             self.progress.append(progress)
         elif lane.leave_s is None:
             lane.leave_s = self._clock()  # nothing to learn from
@@ -168,13 +172,15 @@ class Drafting:
         self._next(lane)
 
     def _hand_in(self, lane: _Lane) -> None:
-        if not lane.micro_steps:
+        if not lane.trained:
             self._handed_in(lane)
             return
         pending, state = self._trainers.clients[lane.slot].snapshot(lane.epoch)
 
-        def handed(_: int) -> None:
-            self._round.parts.append((state, lane.micro_steps))
+        def handed(total_steps: int) -> None:
+            # The trainer's own count, not the sum of what was told: a call that ran twice is told once.
+            if total_steps > lane.begun_at:
+                self._round.parts.append((state, total_steps - lane.begun_at))
             self._handed_in(lane)
 
         self._trainers.post(lane.slot, pending, handed)

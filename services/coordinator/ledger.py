@@ -60,6 +60,10 @@ class Ledger:
         """Rollouts the slot's server has been given and not yet returned."""
         return sum(1 for e in self._entries.values() for s in e.at.values() if s == slot)
 
+    def held(self, slot: int) -> frozenset[tuple[str, int]]:
+        """(group id, index) of what `outstanding` counts."""
+        return frozenset((g, i) for g, e in self._entries.items() for i, s in e.at.items() if s == slot)
+
     def assign(self, work: GroupWork, slot: int) -> None:
         self._queue.remove(work)
         entry = self._entries[work.group_id]
@@ -124,6 +128,15 @@ class Ledger:
                 self._requeue(entry, indices)
                 lost += len(indices)
         return lost
+
+    def give_up(self, slot: int, held: frozenset[tuple[str, int]]) -> int:
+        """The slot's server knows nothing of these: queue those again that are still its. Returns how many."""
+        lost: dict[str, list[int]] = {}
+        for group_id, index in sorted(held & self.held(slot)):
+            lost.setdefault(group_id, []).append(index)
+        for group_id, indices in lost.items():
+            self._requeue(self._entries[group_id], indices)
+        return sum(map(len, lost.values()))
 
     def take_finished(self) -> list[FinishedGroup]:
         taken = list(self._finished)

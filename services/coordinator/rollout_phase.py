@@ -7,7 +7,7 @@ last rollouts of a server to another one when the drafter wants its slot.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from services.coordinator import scheduler
 from services.coordinator.calls import Calls
@@ -20,7 +20,7 @@ from services.coordinator.scheduler import SlotView
 from services.coordinator.tail_moves import TailMoves
 from services.coordinator.trainers import Trainers
 from services.core.protocols import Clock
-from services.core.types import GroupWork, ServerReport, SlotState
+from services.core.types import GroupWork, RunEvent, ServerReport, SlotState
 
 
 class RolloutPhase:
@@ -38,11 +38,13 @@ class RolloutPhase:
         max_running: int,
         call_timeout_s: float,
         tail: TailMoves,
+        tell: Callable[[str, str, str], RunEvent],
     ) -> None:
         self._fleet = fleet
         self._trainers = trainers
         self._drafting = drafting
         self._tail = tail
+        self._tell = tell
         self._leases = leases
         self._calls = calls
         self._clock = clock
@@ -50,7 +52,7 @@ class RolloutPhase:
         self._max_running = max_running
         self._timeout_s = call_timeout_s
         self._ledger = Ledger([])
-        self._advancing: set[int] = set()
+        self._advancing: dict[int, frozenset[tuple[str, int]]] = {}  # slot: what its server had when it was asked
         self._states_step: int | None = None
         # slots whose server was asked for its states in this phase, and those that have not answered yet
         self._collected: set[int] = set()
@@ -172,7 +174,7 @@ class RolloutPhase:
 
     def _advance_one(self, slot: int) -> None:
         client, epoch = self._fleet.client(slot), self._leases[slot].epoch
-        self._advancing.add(slot)
+        self._advancing[slot] = self._ledger.held(slot)
         self._calls.post(
             client.name,
             client.advance(self._tail.budget_s(slot), epoch),
@@ -182,18 +184,30 @@ class RolloutPhase:
         )
 
     def _reported(self, slot: int, epoch: int, report: ServerReport) -> None:
-        self._advancing.discard(slot)
+        asked = self._advancing.pop(slot)
         self._leases.renew(slot, epoch, self._clock())
         self._fleet.check_versions(slot, report.versions)
         for rollout in report.finished:
             self._ledger.record(rollout, slot)
+        if not (report.running or report.waiting):
+            self._missing(slot, asked)
         self._tail.report(slot, report)
         self._board.rollouts_done = self._ledger.recorded
         self._board.report(self._fleet.client(slot).name, report)
 
+    def _missing(self, slot: int, asked: frozenset[tuple[str, int]]) -> None:
+        """The server has nothing left, so what it was given before it was asked and has not told is lost there: in an
+        answer that never came, for one. Without this the phase would wait for it for ever."""
+        lost = self._ledger.give_up(slot, asked)
+        if lost:
+            name = self._fleet.client(slot).name
+            self._tell(
+                "rollouts_missing", name, f"{lost} rollouts are unknown to their server: they are generated again"
+            )
+
     def _slot_lost(self, slot: int) -> None:
         self._collecting.discard(slot)
-        self._advancing.discard(slot)
+        self._advancing.pop(slot, None)
         self._board.forget(self._fleet.client(slot).name)
         self._drafting.slot_lost(slot)
         self._tail.slot_lost(slot)

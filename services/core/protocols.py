@@ -87,7 +87,7 @@ class DrafterClient(Protocol):
     @property
     def name(self) -> str: ...
 
-    def begin(self, state: Blob, epoch: int, lane: int) -> Pending[None]:
+    def begin(self, state: Blob, epoch: int, lane: int) -> Pending[int]:
         """Adopt trainable tensors and optimizer state and the epoch. `lane` tells slots that train together apart: each
         draws its own data."""
 

@@ -58,14 +58,15 @@ class DrafterService:
         self._lane = 0
         self._begun = False
 
-    def begin(self, state: DrafterState, epoch: int, lane: int = 0) -> None:
-        """Adopt a drafter state under a lease; `lane` is this slot's number among those that train together. Raises
-        StaleEpochError for an older epoch, WeightError for a state that does not fit; the trainer then keeps what it
-        had."""
+    def begin(self, state: DrafterState, epoch: int, lane: int = 0) -> int:
+        """Adopt a drafter state under a lease and tell its total_steps; `lane` is this slot's number among those that
+        train together. Raises StaleEpochError for an older epoch, WeightError for a state that does not fit; the
+        trainer then keeps what it had."""
         if epoch < self._epoch:
             raise StaleEpochError(f"drafter slot {self._slot} serves epoch {self._epoch}, begin came with {epoch}")
         self._trainer.load_state(state)
         self._epoch, self._lane, self._begun = epoch, lane, True
+        return self._trainer.total_steps
 
     def load_target_head(self, policy_version: int, tensors: Mapping[str, Tensor]) -> None:
         """Adopt embedding and LM head of a published policy. Raises WeightError when they are missing or older than

@@ -45,6 +45,7 @@ class RolloutService:
         self._epoch: int | None = None  # none until the first open_epoch
         self._finished: list[Rollout] = []  # ended while others were withdrawn: the next report tells them
         self._untold_tokens = 0  # generated since the last report
+        self._open: set[tuple[str, int]] = set()  # accepted and neither told nor handed back
 
     def open_epoch(self, epoch: int) -> ServedVersions:
         """Adopt `epoch`, dropping whatever an older one left running."""
@@ -53,16 +54,26 @@ class RolloutService:
         if epoch != self._epoch:
             self._engine.abort()
             self._finished, self._untold_tokens = [], 0
+            self._open.clear()
         self._epoch = epoch
         return self._engine.versions
 
     def submit(self, work: Sequence[GroupWork], epoch: int) -> None:
-        """Queue all groups or, when one cannot be served, none: a sender may then send the good ones again."""
+        """Queue all groups or, when one cannot be served, none: a sender may then send the good ones again. What is
+        queued or runs already is passed over, so a message that comes twice changes nothing."""
         self._check(epoch)
-        for item in work:
+        new = [n for item in work if (n := self._new_part(item)) is not None]
+        for item in new:
             self._engine.check(item)
-        for item in work:
+        for item in new:
             self._engine.submit(item)
+            self._open.update((item.group_id, i) for i in item.indices)
+
+    def _new_part(self, item: GroupWork) -> GroupWork | None:
+        new = [i for i in item.indices if (item.group_id, i) not in self._open]
+        if len(new) == len(item.indices):
+            return item
+        return item.subset(new) if new else None
 
     def withdraw(self, rollout_ids: Sequence[str], epoch: int) -> tuple[PartialRollout, ...]:
         """Stop these rollouts and hand back what there is of them; what has finished meanwhile is told by the next
@@ -71,6 +82,7 @@ class RolloutService:
         before = self._engine.num_tokens
         found = self._engine.withdraw(frozenset(rollout_ids))
         self._finished.extend(found.finished)
+        self._open.difference_update((p.group_id, p.index) for p in found.partials)
         out = sum(len(r.response_ids) for r in (*found.partials, *found.finished))
         self._untold_tokens += self._engine.num_tokens + out - before
         return found.partials
@@ -97,6 +109,7 @@ class RolloutService:
             prefill_s=engine.prefilled[1] - prefilled[1],
         )
         self._finished, self._untold_tokens = [], 0
+        self._open.difference_update((r.group_id, r.index) for r in report.finished)
         return report
 
     def load_policy(self, version: int, tensors: Mapping[str, Tensor], epoch: int) -> ServedVersions:

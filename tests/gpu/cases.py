@@ -13,11 +13,12 @@ PRESETS = Path(__file__).resolve().parents[2] / "deploy" / "presets"
 
 @dataclass(frozen=True)
 class Case:
-    """`drafter_folder`: where the model's folder keeps this case's drafter; empty without one."""
+    """`drafter_folder`: where the model's folder keeps this case's drafter; empty without one. `tp`: GPUs it takes."""
 
     name: str
     overrides: tuple[str, ...]
     drafter_folder: str = ""
+    tp: int = 1
 
     @property
     def releases(self) -> bool:
@@ -47,6 +48,8 @@ CASES = {
         Case("eagle_tree", _strategy("eagle", 4, 4, 12), "drafter"),
         Case("eagle3", (*EAGLE3, *_strategy("eagle", 3, 1, 4, sampled=True)), "drafter-eagle3"),
         Case("ngram", _strategy("ngram", 4, 1, 5)),
+        Case("eagle_tp2", ("drafter.states=engine", *_strategy("eagle", 3, 1, 4, sampled=True)), "drafter", tp=2),
+        Case("eagle3_tp2", (*EAGLE3, *_strategy("eagle", 3, 1, 4, sampled=True)), "drafter-eagle3", tp=2),
     )
 }
 
@@ -54,6 +57,6 @@ CASES = {
 def case_config(case: Case, model: Path) -> ClusterConfig:
     """The preset with this case's strategy on the model in `model` (folders target, drafter, drafter-eagle3)."""
     # Several engines start at once on one GPU: each may find less free than it saw a moment ago.
-    shared = ("placement.mode=local", "rollout.engine.mem_fraction=0.6")
+    shared = ("placement.mode=local", "rollout.engine.mem_fraction=0.6", f"rollout.engine.tp={case.tp}")
     overrides = (f"model.path={model / 'target'}", *shared, *case.overrides)
     return load_config("reasoner-sglang", overrides=overrides, presets_dir=PRESETS)

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from services.models.files import read_config
-from tests.gpu.cases import CASES
+from tests.gpu.cases import CASES, Case
 from tests.gpu.reference import Reference
 
 RESULTS = Path(__file__).parent / "results"
@@ -39,6 +39,17 @@ def _missing(needs_model: bool) -> str | None:
     return None
 
 
+def _case_name(item: pytest.Item) -> str:
+    """Of the engine that a test asks about; empty for one that asks about none."""
+    call = getattr(item, "callspec", None)
+    return call.params.get("case", "") if call is not None else ""
+
+
+def _missing_gpus(case: Case) -> str | None:
+    there = torch.cuda.device_count()
+    return f"{case.name} takes {case.tp} GPUs, this machine has {there}" if there < case.tp else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reasons = {needs_model: _missing(needs_model) for needs_model in (True, False)}
     here = str(Path(__file__).parent)
@@ -46,6 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if str(item.path).startswith(here):
             item.add_marker(pytest.mark.gpu)
             reason = reasons[getattr(getattr(item, "module", None), "NEEDS_MODEL", True)]
+            if reason is None and (case := CASES.get(_case_name(item))):
+                reason = _missing_gpus(case)
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
@@ -66,7 +79,8 @@ def probes(model: Path, reference: Reference, tmp_path_factory: pytest.TempPathF
     folder = Path(os.environ.get("LONGTAIL_GPU_PROBES") or tmp_path_factory.mktemp("probes"))
     prompts = folder / "prompts.json"
     prompts.write_text(json.dumps(reference.prompts()))
-    wanted = os.environ.get("LONGTAIL_GPU_CASES", ",".join(CASES)).split(",")
+    possible = [name for name, case in CASES.items() if _missing_gpus(case) is None]
+    wanted = os.environ.get("LONGTAIL_GPU_CASES", ",".join(possible)).split(",")
     running = {}
     for name in wanted:
         log = (folder / f"{name}.log").open("w")

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.timeout(600)  # the first test waits for all engines
 Probes = dict[str, dict[str, Any]]
 DRAFTING = [name for name, case in CASES.items() if case.drafts]
 RELEASING = [name for name, case in CASES.items() if case.releases]
+KEEPING = [name for name, case in CASES.items() if "drafter.states=engine" in case.overrides]
 LOADING = [name for name, case in CASES.items() if case.drafter_folder]
 CLOSE_LOGITS = 0.25  # bf16 logits of about 16 are 0.0625..0.125 apart; a real fault differs by whole units
 
@@ -179,10 +180,11 @@ def test_stop_strings_end_a_response(case: str, probes: Probes) -> None:
         assert len(r["logprobs"]) == len(r["ids"])
 
 
-def test_kept_states_are_the_trainers(probes: Probes, reference: Reference, results: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", KEEPING)
+def test_kept_states_are_the_trainers(case: str, probes: Probes, reference: Reference, results: dict[str, Any]) -> None:
     """Against the trainer's model, whose kernels round differently; and against the neighbours' states, which a shift
     by one would have brought."""
-    got = found(probes, "eagle", "states")
+    got = found(probes, case, "states")
     assert got["num_missing"] == 0 and got["lost_bytes"] == 0 and got["num_sequences"] > 0.9 * got["rollouts"]
     gaps, shifted, spread, largest = [], [], [], 0.0
     for ids, hidden, num_prompt in torch.load(got["file"]):
@@ -194,7 +196,7 @@ def test_kept_states_are_the_trainers(probes: Probes, reference: Reference, resu
         spread.append(wanted.flatten())
     std = float(torch.cat(spread).std())
     gap, other = float(torch.cat(gaps).mean()) / std, float(torch.cat(shifted).mean()) / std
-    results.setdefault("states", {})["eagle"] = {
+    results.setdefault("states", {})[case] = {
         "gap_mean_over_std": round(gap, 5), "gap_max_over_std": round(largest / std, 3),
         "shifted_mean_over_std": round(other, 4), "sequences": got["num_sequences"], "bytes": got["num_bytes"],
         "take_seconds": round(got["take_seconds"], 3), "rollout_seconds": round(got["seconds"], 2),

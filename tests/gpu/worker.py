@@ -100,7 +100,7 @@ def distribution(probe: Probe) -> Any:
 def states(probe: Probe) -> Any:
     """Hidden states that the engine kept while it drew responses at temperature 1, twice each prompt, so that half of
     them found their prompt in the prefix cache; a dozen of the sequences go into a file for the comparison."""
-    if probe.case.name != "eagle":
+    if "drafter.states=engine" not in probe.case.overrides:
         return None
     sampling = SamplingParams(temperature=1.0, max_tokens=512, stop_token_ids=(probe.prompts["eos"],))
     prompts = [ids for ids in probe.prompts["heldout"] for _ in range(2)]

@@ -21,7 +21,7 @@ from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.resume import RunMemory
 from services.coordinator.services import Inputs, Services
-from services.core.errors import StaleEpochError
+from services.core.errors import BatchError, StaleEpochError
 from services.core.protocols import Blob
 from services.core.types import (
     AcceptanceEstimate,
@@ -96,6 +96,8 @@ class FakeRollout:
             self.asked.append((w.group_id, w.keep_states))
             for index, seed in zip(w.indices, w.seeds, strict=True):
                 # One response in twelve is the long tail, of very different lengths.
+                if any((w.group_id, index) == (r[0].group_id, r[1]) for r in self.requests):
+                    continue  # the message came twice
                 length = 5 + seed % 20 if seed % 12 else 100 + random.Random(seed).randrange(300)
                 known = w.partial(index)
                 self.prefill += len(w.prompt.token_ids) + (len(known.response_ids) if known else 0)
@@ -194,9 +196,10 @@ class FakeDrafter:
     merges: int = 0
     checkpoints: list[int] = field(default_factory=list)
 
-    def begin(self, state: Any, epoch: int, lane: int) -> None:
+    def begin(self, state: Any, epoch: int, lane: int) -> int:
         assert epoch > self.epoch or lane == self.lane  # the next round of the same lease
         self.state, self.epoch, self.lane = dict(state), epoch, lane
+        return self.state["trained"]
 
     def load_target_head(self, policy_version: int, tensors: Any) -> None:
         assert tensors == f"policy {policy_version}"
@@ -253,6 +256,8 @@ class FakePolicy:
     batches: list[Any] = field(default_factory=list)
 
     def train_step(self, batch: Any) -> tuple[PolicyStepReport, HiddenStateChunk, str]:
+        if batch.step <= self.steps_done:
+            raise BatchError("trained on already")
         self.clock.now += 0.5
         old, self.version = self.version, self.version + (batch.step % self.no_signal_every != 0)
         assert all(r.policy_versions == (old,) for r in batch.rollouts), "off-policy rollouts"

@@ -7,20 +7,24 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from deploy.inprocess import LocalService
+from services.core.errors import LongtailError
 from services.core.types import SlotState
 from tests.services.coordinator.fakes import CoordinatorKilled, World, tiny_config
 
 STEPS, PROMPTS, GROUP = 24, 8, 4
+REPEATED = 0.02  # of all messages
 
 
 class Faults:
     """Before some waits of the coordinator, one fault: a service dies (and is restarted later), falls silent for a
-    while, a server becomes slow, or the coordinator dies itself."""
+    while, a server becomes slow, or the coordinator dies itself. And some messages come twice: the coordinator gets
+    one of the two answers, of the policy trainer always the first."""
 
     def __init__(self, world: World, seed: int, chance: float) -> None:
         self._world, self._rng, self._chance = world, random.Random(seed), chance
@@ -31,6 +35,8 @@ class Faults:
         world.host.wait = self.wait  # type: ignore[method-assign]
         for service in (*world.servers, *world.drafters, world.reward):
             self._can_fall_silent(service)
+        for service in (*world.servers, *world.drafters, world.reward, world.policy):
+            self._can_repeat(service)
 
     def _can_fall_silent(self, service: LocalService) -> None:
         execute = service.execute_next
@@ -39,6 +45,26 @@ class Faults:
             return self._world.clock() >= self._silent_until.get(service.name, 0.0) and execute()
 
         service.execute_next = execute_next  # type: ignore[method-assign]
+
+    def _can_repeat(self, service: LocalService) -> None:
+        execute = service.execute_next
+
+        def execute_next() -> bool:
+            if service.queued and self._rng.random() < REPEATED:
+                call = service.queued[0]
+                call._run = partial(self._twice, call._run, service is self._world.policy)
+            return execute()
+
+        service.execute_next = execute_next  # type: ignore[method-assign]
+
+    def _twice(self, run: Callable[[], Any], first_only: bool) -> Any:
+        answer = run()
+        self.count["repeated"] += 1
+        try:
+            again = run()
+        except LongtailError:
+            return answer
+        return answer if first_only or self._rng.random() < 0.5 else again
 
     def wait(self, pending: Any, timeout_s: float) -> Any:
         now, world = self._world.clock(), self._world
@@ -95,7 +121,7 @@ def test_a_run_survives_hundreds_of_faults(seed: int) -> None:
     summary = world.run_with_takeovers()
 
     assert sum(faults.count.values()) >= 200, faults.count
-    assert {"kill rollout", "kill drafter", "silence", "slow", "kill coordinator"} <= set(faults.count)
+    assert {"kill rollout", "kill drafter", "silence", "slow", "kill coordinator", "repeated"} <= set(faults.count)
     assert summary["status"] == "finished" and summary["policy_version"] == STEPS - STEPS // 5
     applied = world.policy.instance.batches
     assert [b.step for b in applied] == list(range(1, STEPS + 1)), "every step was applied, and once"
@@ -114,6 +140,7 @@ def test_a_run_survives_hundreds_of_faults(seed: int) -> None:
     told = Counter(e.kind for e in world.observer.events)
     # one that dies while it takes over has not told so yet
     assert 0 < told["coordinator_returned"] <= faults.count["kill coordinator"]
+    assert told["rollouts_missing"], "an answer with finished rollouts got lost, and was noticed"
     assert told["slot_returned"] and told["drafter_returned"] and told["drafter_published"]
 
 

@@ -43,7 +43,14 @@ def test_any_order_of_losses_moves_and_late_duplicates_gives_each_rollout_once(
             ledger.assign(work, slot)
             out += [(slot, work, i) for i in work.indices]
         elif choice < 0.5:
-            ledger.lose(rng.randrange(3))
+            slot = rng.randrange(3)
+            held = ledger.held(slot)
+            assert len(held) == ledger.outstanding(slot)
+            if rng.random() < 0.5:
+                ledger.lose(slot)
+            else:
+                some = frozenset(k for k in held if rng.random() < 0.5) | {("of another phase", 0)}
+                assert ledger.give_up(slot, some) == len(some & held) and ledger.held(slot) == held - some
         elif choice < 0.65 and out:
             source, destination = rng.randrange(3), rng.choice([0, 1, 2, None])
             some = rng.sample(out, rng.randint(1, len(out)))  # of other servers, finished or lost ones among them

@@ -62,7 +62,7 @@ def test_train_needs_a_lease_a_state_and_data(build, states) -> None:
     for call in (lambda: service.train(1.0, 0), lambda: service.snapshot(0)):
         with pytest.raises(StaleEpochError, match="call begin"):
             call()
-    service.begin(state, epoch=4)
+    assert service.begin(state, epoch=4) == 0
     progress = service.train(1.0, 4)
     assert progress.micro_steps == progress.num_tokens == 0 and math.isnan(progress.loss)
     service.add_chunk(chunk_of(states), states)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,24 @@ def test_a_report_tells_what_runs_and_waits(service: RolloutService) -> None:
     check_all(MODEL, found)
     idle = service.advance(0.0, 1)
     assert (idle.finished, idle.running, idle.waiting, idle.new_tokens) == ((), (), 0, 0)
+
+
+def test_work_that_comes_twice_runs_once(service: RolloutService) -> None:
+    works = [group((1, 2, n), 2) for n in range(3, 6)]
+    service.submit(works, 1)
+    service.submit(works[1:], 1)
+    found, _ = drain(service, 1)
+    assert len(found) == 6
+    service.submit(works[:1], 1)  # told, so it may be wanted again
+    again, _ = drain(service, 1)
+    assert len(again) == 2
+    service.submit(works[:1], 1)
+    service.advance(0.0, 1)
+    back = service.withdraw([f"{works[0].group_id}#0"], 1)
+    service.submit([replace(works[0].subset({0}), partials=back)], 1)  # handed back, so it may return
+    found, _ = drain(service, 1)
+    assert len(found) == 2
+    check_all(MODEL, found)
 
 
 @pytest.mark.parametrize("epoch", [-1, 0, 2])
