@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from rich.console import Console
@@ -377,5 +377,11 @@ class _Watch:
             version, (reference,) = published
             with warnings.catch_warnings():  # tensors are views of the object store, and are only read
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-                tensors = ray.get(reference, timeout=30.0)
+                try:
+                    tensors = ray.get(reference, timeout=30.0)
+                except ObjectLostError:
+                    CONSOLE.print(
+                        f"drafter version {version} is lost with its machine and is not written to the run folder"
+                    )
+                    return
             self._on_drafter(version, tensors)

@@ -184,6 +184,10 @@ class LocalRolloutClient(_Client):
 
 
 class LocalDrafterClient(_Client):
+    def initial_state(self) -> tuple[Pending[int], Blob]:
+        call = self._service.run("initial_state", lambda s: s.initial_state())
+        return _Part(call, 0), Blob(_Part(call, 1))
+
     def begin(self, state: Blob, epoch: int, lane: int) -> LocalCall:
         return self._service.run("begin", lambda s: s.begin(_value(state), epoch, lane))
 

@@ -1,8 +1,9 @@
 """Calls under way: everything the coordinator has asked for and not heard back about, in one place.
 
-Each call has an owner (the service's name), a time-out, and two continuations: `done` with the answer, `lost` when
-the callee died, was replaced, or stayed silent. `turn` is the coordinator's heartbeat: it waits for anything to
-become ready and runs the continuations, one at a time, in the coordinator's only thread.
+Each call has an owner (the service's name), a time-out, and continuations: `done` with the answer; `lost` when the
+callee died, was replaced, or stayed silent; `gone` when the callee is well, but tensors that it was to get are lost.
+`turn` is the coordinator's heartbeat: it waits for anything to become ready and runs the continuations, one at a time,
+in the coordinator's only thread.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from services.core.errors import ServiceLostError, StaleEpochError
+from services.core.errors import BlobLostError, ServiceLostError, StaleEpochError
 from services.core.protocols import Clock, Pending, Waiter
 
 T = TypeVar("T")
@@ -30,20 +31,33 @@ class _Call:
     pending: Pending[Any]
     done: Callable[[Any], None]
     lost: Lost
+    gone: Lost
     deadline_s: float
     timeout_s: float
 
 
 class Calls:
+    """`blobs_lost`: tensors went with a machine, and nobody has made them again yet."""
+
     def __init__(self, waiter: Waiter, clock: Clock, check_stop: Callable[[], None] = lambda: None) -> None:
         self._waiter = waiter
         self._clock = clock
         self._check_stop = check_stop
         self._calls: list[_Call] = []
         self._timers: list[tuple[float, Callable[[], None]]] = []
+        self.blobs_lost = False
 
-    def post(self, owner: str, pending: Pending[T], done: Callable[[T], None], lost: Lost, timeout_s: float) -> None:
-        self._post(owner, pending, done, lost, timeout_s)
+    def post(
+        self,
+        owner: str,
+        pending: Pending[T],
+        done: Callable[[T], None],
+        lost: Lost,
+        timeout_s: float,
+        gone: Lost | None = None,
+    ) -> None:
+        """Without `gone`, lost tensors are `lost` too."""
+        self._post(owner, pending, done, lost, timeout_s, gone or lost)
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._timers.append((self._clock() + delay_s, action))
@@ -73,23 +87,27 @@ class Calls:
         self._overdue()
 
     def wait_for(self, owner: str, pending: Pending[T], timeout_s: float) -> T:
-        """The answer of one call; other calls go on meanwhile. Raises ServiceLostError when its callee is lost."""
+        """The answer of one call; other calls go on meanwhile. Raises ServiceLostError when its callee is lost, and
+        BlobLostError when the tensors are that it was given."""
         answers: list[T] = []
         losses: list[str] = []
-        call = self._post(owner, pending, answers.append, losses.append, timeout_s)
-        while not answers and not losses:
+        gone: list[str] = []
+        call = self._post(owner, pending, answers.append, losses.append, timeout_s, gone.append)
+        while not (answers or losses or gone):
             if call not in self._calls:  # dropped: another call found the owner lost
                 losses.append("it died meanwhile")
                 break
             self.turn()
+        if gone:
+            raise BlobLostError(gone[0])
         if losses:
             raise ServiceLostError(owner, losses[0])
         return answers[0]
 
     def _post(
-        self, owner: str, pending: Pending[Any], done: Callable[[Any], None], lost: Lost, timeout_s: float
+        self, owner: str, pending: Pending[Any], done: Callable[[Any], None], lost: Lost, timeout_s: float, gone: Lost
     ) -> _Call:
-        call = _Call(owner, pending, done, lost, self._clock() + timeout_s, timeout_s)
+        call = _Call(owner, pending, done, lost, gone, self._clock() + timeout_s, timeout_s)
         self._calls.append(call)
         return call
 
@@ -101,6 +119,9 @@ class Calls:
         except StaleEpochError as error:
             # The service was restarted between two calls and knows nothing of its lease: its work is gone too.
             call.lost(f"restarted without its work ({error})")
+        except BlobLostError as error:
+            self.blobs_lost = True
+            call.gone(str(error))
         else:
             call.done(answer)
 

@@ -27,6 +27,7 @@ from services.coordinator.observer import RunObserver
 from services.coordinator.progress import ProgressBoard
 from services.coordinator.releases import Releases
 from services.coordinator.resume import Takeover, takeover_message
+from services.coordinator.salvage import salvage
 from services.coordinator.scoring import Scoring
 from services.coordinator.services import Inputs, Services
 from services.coordinator.stats import group_stats
@@ -36,7 +37,7 @@ from services.coordinator.trainers import Trainers
 from services.coordinator.work import make_work, prompts_of_step
 from services.coordinator.worth import Worth
 from services.core.energy import EnergyClient, GpuName
-from services.core.errors import LongtailError, ServiceLostError, StopRequested
+from services.core.errors import BlobLostError, LongtailError, ServiceLostError, StopRequested
 from services.core.protocols import (
     Clock,
     Pending,
@@ -223,6 +224,8 @@ class Coordinator:
         self._summary.policy_version = self._board.policy_version = version
 
     def publish_drafter(self) -> None:
+        if self._calls.blobs_lost:
+            self._salvage()
         with self._timed("publish"):
             first = self._fleet.drafter is None
             releases = self._releases
@@ -236,7 +239,21 @@ class Coordinator:
     def load(self) -> None:
         self._board.enter("load")
         with self._timed("publish"):
-            self._fleet.open_all()
+            self._open_all()
+
+    def _open_all(self) -> None:
+        while True:
+            try:
+                return self._fleet.open_all()
+            except BlobLostError:
+                self._salvage()
+
+    def _salvage(self) -> None:
+        """Tensors were lost with a machine. What the policy published may be among them: it publishes again."""
+        salvage(self._fleet, self._trainers, self._drafting, self._releases, self._calls, self._tell)
+        if self._fleet.drafter is not None:
+            self._summary.drafter_version = self._board.drafter_version = self._fleet.drafter.version
+        self.publish_policy()
 
     # ------------------------------------------------------------------ the verbs: evaluation and record
 
@@ -246,7 +263,7 @@ class Coordinator:
             return
         self._timeline.enter(f"evaluation {step}")
         self._board.begin("evaluation", len(prompts))
-        self._fleet.open_all()
+        self._open_all()
         for group in self._phase.generate(make_work(prompts, "heldout", 1, self._inputs.sampling, 0), drafters=0):
             self._scoring.submit(group)
         stats = group_stats(self._scoring.collect())
@@ -299,7 +316,7 @@ class Coordinator:
         works = make_work(prompts, label, group_size, sampling, self._config.run.seed)
         self._fleet.release_all()  # opening tells a server its strategy
         self._fleet.forced = name
-        self._fleet.open_all()
+        self._open_all()
         start = self._clock()
         groups = sorted(self._phase.generate(works, drafters=0), key=lambda g: g.group_id)
         seconds = self._clock() - start

@@ -14,7 +14,7 @@ from typing import Any
 
 from services.coordinator.calls import Calls
 from services.coordinator.leases import SERVING, LeaseBook
-from services.core.errors import ServiceLostError, WeightError
+from services.core.errors import BlobLostError, ServiceLostError, WeightError
 from services.core.protocols import Blob, Clock, Pending, RolloutClient
 from services.core.types import HiddenStateChunk, RunEvent, ServedVersions, SlotState
 
@@ -79,9 +79,12 @@ class Fleet:
     # ------------------------------------------------------------------ opening and releasing
 
     def open_all(self) -> None:
-        """Open every server that is not lost and wait until it is ready. Raises when none can serve."""
+        """Open every server that is not lost and wait until it is ready. Raises when none can serve, and BlobLostError
+        when weights that one needs are lost: publish them again."""
         while True:
             self.require_some()
+            if self._calls.blobs_lost:
+                raise BlobLostError("published weights are lost with the machine that held them")
             for slot in self._leases.in_state(SlotState.IDLE):
                 self.open(slot)
             if self._ready and self._ready.issuperset(self._leases.in_state(*SERVING)):
@@ -224,6 +227,17 @@ class Fleet:
         name = self.servers[slot].name
         self._calls.post(name, pending, done, lambda reason: self.lose(slot, reason), self._patience.call_s)
 
+    def _post_load(self, slot: int, pending: Pending[Any], done: Callable[[Any], None]) -> None:
+        """Weights that are lost leave the server as it is, not ready: whoever opens servers publishes them again."""
+        client = self.servers[slot]
+        lost = partial(self.lose, slot)
+        self._calls.post(client.name, pending, done, lost, self._patience.call_s, partial(self._unloaded, slot))
+
+    def _unloaded(self, slot: int, reason: str) -> None:
+        self._calls.drop(self.servers[slot].name)
+        self._ready.discard(slot)
+        self._tell("weights_lost", self.servers[slot].name, reason)
+
     def _heard(self, slot: int, epoch: int) -> None:
         self._leases.renew(slot, epoch, self._clock())
 
@@ -239,12 +253,12 @@ class Fleet:
         if self.drafter is not None and has.drafter != self.drafter.version:
             loads.append(client.load_drafter(self.drafter.version, self.drafter.blob, epoch))
         for pending in loads[:-1]:
-            self._post(slot, pending, lambda _: self._heard(slot, epoch))
+            self._post_load(slot, pending, lambda _: self._heard(slot, epoch))
         versions = loads[-1:]
         strategy = client.set_strategy(self.forced, epoch)
         if versions:
             self._post(slot, strategy, lambda _: self._heard(slot, epoch))
-            self._post(slot, versions[0], lambda answer: self._opened(slot, epoch, answer))
+            self._post_load(slot, versions[0], lambda answer: self._opened(slot, epoch, answer))
         else:
             self._post(slot, strategy, lambda _: self._opened(slot, epoch, has))
 

@@ -87,6 +87,9 @@ class DrafterClient(Protocol):
     @property
     def name(self) -> str: ...
 
+    def initial_state(self) -> tuple[Pending[int], Blob]:
+        """The training state that a run begins with, and 0."""
+
     def begin(self, state: Blob, epoch: int, lane: int) -> Pending[int]:
         """Adopt trainable tensors and optimizer state and the epoch. `lane` tells slots that train together apart: each
         draws its own data."""
