@@ -20,6 +20,8 @@ from services.core.types import HiddenStateChunk, RunEvent, ServedVersions, Slot
 
 # How long to let a restarting process be before asking again whether it is there.
 PROBE_PAUSE_S = 0.5
+# The same once it is given up: a cut cable may be mended an hour later.
+GONE_PAUSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +206,10 @@ class Fleet:
 
     def _probe(self, slot: int, give_up_s: float) -> None:
         def again(reason: str) -> None:
-            if self._clock() >= give_up_s:
+            if self._clock() >= give_up_s and slot not in self._gone:
                 self._gone.add(slot)
                 self._tell("server_gone", self.servers[slot].name, f"did not come back: {reason}")
-                return
-            self._calls.later(PROBE_PAUSE_S, ask)
+            self._calls.later(GONE_PAUSE_S if slot in self._gone else PROBE_PAUSE_S, ask)
 
         def ask() -> None:
             left = max(1.0, give_up_s - self._clock())
@@ -218,6 +219,7 @@ class Fleet:
         ask()
 
     def _returned(self, slot: int, process_id: int) -> None:
+        self._gone.discard(slot)
         self._leases.change(slot, SlotState.IDLE, self._leases[slot].epoch, self._clock())
         self._tell("slot_returned", self.servers[slot].name, f"slot {slot} is back, process {process_id}")
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from services.coordinator.calls import Calls
-from services.coordinator.fleet import PROBE_PAUSE_S, Patience, Published
+from services.coordinator.fleet import GONE_PAUSE_S, PROBE_PAUSE_S, Patience, Published
 from services.core.errors import BlobLostError, ServiceLostError
 from services.core.protocols import Blob, Clock, DrafterClient, Pending
 from services.core.types import HiddenStateChunk, RunEvent
@@ -153,12 +153,13 @@ class Trainers:
 
     def _probe(self, slot: int, give_up_s: float) -> None:
         trainer = self.clients[slot]
+        gone: list[str] = []
 
         def again(reason: str) -> None:
-            if self._clock() < give_up_s:
-                self._calls.later(PROBE_PAUSE_S, ask)
-            else:
+            if self._clock() >= give_up_s and not gone:
+                gone.append(reason)
                 self._tell("drafter_gone", trainer.name, f"did not come back: {reason}")
+            self._calls.later(GONE_PAUSE_S if gone else PROBE_PAUSE_S, ask)
 
         def ask() -> None:
             left = max(1.0, give_up_s - self._clock())
