@@ -245,6 +245,20 @@ def bench_tail(
         _end(run_bench(resolved, repeats), as_json)
 
 
+@app.command()
+def doctor(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="What is to be run.")] = "pocket-demo",
+    settings: Settings = None,
+    address: Annotated[str | None, typer.Option(help="Ray to examine (placement.address), HOST:PORT or auto.")] = None,
+) -> None:
+    """Compare what a run needs with what the machines have; name what is missing."""
+    with errors_told():
+        resolved = config_of(config, settings or [])
+        from deploy.cli_doctor import examine
+
+        examine(resolved, address)
+
+
 @config_app.command("show")
 def config_show(config: Config, settings: Settings = None) -> None:
     """Print the resolved configuration, every default written out."""

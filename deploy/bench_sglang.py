@@ -27,10 +27,10 @@ import ray
 import torch
 
 from actors.rollout import RolloutActor
-from deploy.cluster import ray_session
 from deploy.inputs import load_inputs
 from deploy.placement import actor_env
 from deploy.provenance import provenance
+from deploy.session import ray_session
 from services.config.schema import ClusterConfig, SGLangEngine
 from services.core.errors import ConfigError, WaitTimeoutError
 from services.core.types import GroupWork, Prompt, SamplingParams

@@ -25,9 +25,10 @@ import torch
 
 from actors.clients import RayEnergyClient
 from actors.coordinator import ray_services
-from deploy.cluster import actors, ray_session, start_energy
+from deploy.cluster import actors, start_energy
 from deploy.inputs import load_inputs
 from deploy.provenance import provenance
+from deploy.session import ray_session
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.stats import quantile
