@@ -124,6 +124,9 @@ class RayDrafterClient(_Client):
     def initial_state(self) -> tuple[RayCall, Blob]:
         return self._with_blob("initial_state")
 
+    def prepare(self, state: Blob) -> RayCall:
+        return self._call("prepare", state)
+
     def begin(self, state: Blob, epoch: int, lane: int) -> RayCall:
         return self._call("begin", state, epoch, lane)
 

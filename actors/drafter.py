@@ -30,6 +30,9 @@ class DrafterActor:
     def initial_state(self) -> tuple[int, DrafterState]:
         return 0, starting_state(self._config)
 
+    def prepare(self, state: DrafterState) -> None:
+        self._service.prepare(state)
+
     def begin(self, state: DrafterState, epoch: int, lane: int) -> int:
         run_behind_others()  # the thread of this actor's calls: a rollout server beside it must not wait for training
         return self._service.begin(state, epoch, lane)

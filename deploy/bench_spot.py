@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -77,7 +77,9 @@ class _Phase:
 
 
 class _Bench(Coordinator):
-    """The coordinator with its verbs taken apart."""
+    """The coordinator with its verbs taken apart. `ended_s`: when the last phase did."""
+
+    ended_s = 0.0
 
     def prepare(self) -> None:
         """Weights everywhere, and the hidden states of one step for the trainers."""
@@ -104,12 +106,17 @@ class _Bench(Coordinator):
         for _ in self._phase.generate(works, drafters):
             pass
         seconds = self._clock() - started
-        self._drafting.finish()
+        while self._drafting.slots:  # the last micro-steps belong to the phase; handing in goes beside what follows
+            self._calls.turn()
         slots = self._timeline.close_window()
+        self.ended_s = self._timeline.now()
+        joules = self._metering.end(self._timeline.open_spans())
+        self._drafting.finish()
+        self._trainers.settle()
         done = self._drafting.progress
         return _Phase(
             seconds, slots.get(SlotState.IDLE, 0.0), slots.get(SlotState.DRAFTING, 0.0), sum(p.busy_s for p in done),
-            [p.busy_s / p.micro_steps for p in done], self._metering.end(self._timeline.open_spans()),
+            [p.busy_s / p.micro_steps for p in done], joules,
         )  # fmt: skip
 
     def close_spans(self) -> None:
@@ -175,7 +182,8 @@ def _timing(config: ClusterConfig, repeats: int, picture: Path | None) -> dict[s
                     phases[drafters].append(phase)
         if picture is not None:
             bench.close_spans()
-            picture.write_text(draw_timeline([s for s in observer.spans if s.label]), encoding="utf-8")
+            shown = [replace(s, end_s=min(s.end_s, bench.ended_s)) for s in observer.spans if s.label]
+            picture.write_text(draw_timeline([s for s in shown if s.start_s < s.end_s]), encoding="utf-8")
         _drill(bench, observer, config)
         preempted = [1000 * s for s in bench.preempted_s]
     off, on = phases[0], phases[slots]

@@ -188,6 +188,9 @@ class LocalDrafterClient(_Client):
         call = self._service.run("initial_state", lambda s: s.initial_state())
         return _Part(call, 0), Blob(_Part(call, 1))
 
+    def prepare(self, state: Blob) -> LocalCall:
+        return self._service.run("prepare", lambda s: s.prepare(_value(state)))
+
     def begin(self, state: Blob, epoch: int, lane: int) -> LocalCall:
         return self._service.run("begin", lambda s: s.begin(_value(state), epoch, lane))
 

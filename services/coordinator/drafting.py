@@ -8,6 +8,10 @@ A *round* lasts about `round_s`. A slot may join in the middle of one and leave 
 round's beginning counts with its share (local SGD with weighted averaging, Stich 2019, arXiv:1805.09767; ours lets
 members come and go and averages AdamW's moments too). The state lives outside the trainers as a reference, so it moves
 between slots, and a killed trainer costs at most its part of one round.
+
+A state of a large drafter is a gigabyte, as much to copy as a micro-step or two to compute. So a slot that leaves is
+free with its last micro-step and its trainer hands in afterwards, beside whoever has the slot then; and when nobody
+trains any more, all trainers take over what it came to, so that the next ones to join begin at once.
 """
 
 from __future__ import annotations
@@ -39,10 +43,11 @@ class _Lane:
 
 @dataclass(slots=True)
 class _Round:
-    """`parts`: (state, micro-steps since the round's common beginning). `due`: every lane hands in now. `merging`: the
-    slot whose trainer combines them."""
+    """`parts`: (state, micro-steps since the round's common beginning). `handing`: slots whose part is on its way.
+    `due`: every lane hands in now. `merging`: the slot whose trainer combines them."""
 
     started_s: float
+    handing: set[int] = field(default_factory=set)
     parts: list[tuple[Blob, int]] = field(default_factory=list)
     due: bool = False
     merging: int | None = None
@@ -93,7 +98,8 @@ class Drafting:
         lease = self._leases.change(slot, SlotState.DRAFTING, self._leases[slot].epoch, self._clock())
         taken = {lane.number for lane in self._lanes.values()}
         lane = _Lane(slot, lease.epoch, next(n for n in range(len(taken) + 1) if n not in taken))
-        ending = self._round.due or self._round.merging is not None
+        closing = self._round.due or self._round.merging is not None
+        ending = closing or (not self._lanes and bool(self._round.handing))
         if not self._lanes and not ending:
             self._round = _Round(self._clock())
         self._lanes[slot] = lane
@@ -120,7 +126,7 @@ class Drafting:
     def finish(self) -> None:
         """Stop, and wait until no slot trains and `live` holds all that was learned."""
         self.stop_all()
-        while self._lanes or self._round.parts:
+        while self._lanes or self._round.handing or self._round.parts:
             self._calls.turn()
             self._fleet.expire()
             self._close_round()
@@ -137,6 +143,7 @@ class Drafting:
             self._fleet.lose(slot, f"its drafter trainer is lost: {reason}")
         if self._round.merging == slot:
             self._round.merging = None  # the parts are still there: another one combines them
+        self._round.handing.discard(slot)
         self._close_round()
 
     # ------------------------------------------------------------------ a lane's life
@@ -186,25 +193,27 @@ class Drafting:
         self._next(lane)
 
     def _hand_in(self, lane: _Lane) -> None:
-        if not lane.trained:
-            self._handed_in(lane)
-            return
-        pending, state = self._trainers.clients[lane.slot].snapshot(lane.epoch)
-
-        def handed(total_steps: int) -> None:
-            # The trainer's own count, not the sum of what was told: a call that ran twice is told once.
-            if total_steps > lane.begun_at:
-                self._round.parts.append((state, total_steps - lane.begun_at))
-            self._handed_in(lane)
-
-        self._trainers.post(lane.slot, pending, handed)
-
-    def _handed_in(self, lane: _Lane) -> None:
         if lane.leave_s is not None:
             self._free(lane)
         else:
             lane.waiting = True
+        if lane.trained:
+            self._take_part(lane)
         self._close_round()
+
+    def _take_part(self, lane: _Lane) -> None:
+        """What the lane learned since it began, for the round."""
+        pending, state = self._trainers.clients[lane.slot].snapshot(lane.epoch)
+        self._round.handing.add(lane.slot)
+
+        def handed(total_steps: int) -> None:
+            self._round.handing.discard(lane.slot)
+            # The trainer's own count, not the sum of what was told: a call that ran twice is told once.
+            if total_steps > lane.begun_at:
+                self._round.parts.append((state, total_steps - lane.begun_at))
+            self._close_round()
+
+        self._trainers.post(lane.slot, pending, handed)
 
     def _free(self, lane: _Lane) -> None:
         del self._lanes[lane.slot]
@@ -216,7 +225,8 @@ class Drafting:
 
     def _close_round(self) -> None:
         """When every member has handed in or left: average, and begin the next round from that."""
-        if self._round.merging is not None or not all(lane.waiting for lane in self._lanes.values()):
+        busy = self._round.handing or self._round.merging is not None
+        if busy or not all(lane.waiting for lane in self._lanes.values()):
             return
         if len(self._round.parts) > 1:
             self._merge()
@@ -243,6 +253,9 @@ class Drafting:
 
     def _adopt(self, state: Blob) -> None:
         self.live = state
+        if not self._lanes:
+            for slot in self._trainers.up:
+                self._trainers.post(slot, self._trainers.clients[slot].prepare(state))
         if self._checkpoints and (up := self._trainers.up):
             self._trainers.post(up[0], self._trainers.clients[up[0]].checkpoint(state))
         self._next_round()

@@ -90,6 +90,9 @@ class DrafterClient(Protocol):
     def initial_state(self) -> tuple[Pending[int], Blob]:
         """The training state that a run begins with, and 0."""
 
+    def prepare(self, state: Blob) -> Pending[None]:
+        """Between two leases: hold this state, so that a `begin` that brings it finds it there."""
+
     def begin(self, state: Blob, epoch: int, lane: int) -> Pending[int]:
         """Adopt trainable tensors and optimizer state and the epoch. `lane` tells slots that train together apart: each
         draws its own data."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from services.config.schema import ClusterConfig
 from services.core.errors import DataError, WaitTimeoutError
-from services.drafter.state import DrafterState, check_state, initial_drafter_state
+from services.drafter.state import DrafterState, check_state, initial_drafter_state, new_stamp
 from services.models.drafter import DrafterMethod
 from services.models.files import model_dir, read_config
 from services.models.layers import model_spec
@@ -191,6 +191,7 @@ def _nested(flat: dict[str, Tensor], manifest: dict[str, Any]) -> DrafterState:
         optimizer=parts,
         total_steps=int(manifest["total_steps"]),
         updates=int(manifest["updates"]),
+        stamp=new_stamp(),
     )
 
 

@@ -68,6 +68,11 @@ class DrafterService:
         self._epoch, self._lane, self._begun = epoch, lane, True
         return self._trainer.total_steps
 
+    def prepare(self, state: DrafterState) -> None:
+        """Take over a state that the next `begin` will probably bring, while there is time: between two leases."""
+        self._trainer.load_state(state)
+        self._begun = True
+
     def load_target_head(self, policy_version: int, tensors: Mapping[str, Tensor]) -> None:
         """Adopt embedding and LM head of a published policy. Raises WeightError when they are missing or older than
         those in use."""

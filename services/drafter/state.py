@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
@@ -21,12 +22,18 @@ from services.models.target import check_tensors
 class DrafterState(TypedDict):
     """`tensors`: the trainable tensors by name (float32, CPU). `optimizer`: AdamW's exp_avg and exp_avg_sq by name,
     both empty before the first update. `total_steps`: micro-steps so far, which also seeds the next one's sampling.
-    `updates`: those that changed the drafter, AdamW's own step count."""
+    `updates`: those that changed the drafter, AdamW's own step count. `stamp` names these very values, so that a
+    trainer that holds them already need not copy a gigabyte of them again."""
 
     tensors: dict[str, Tensor]
     optimizer: dict[str, dict[str, Tensor]]
     total_steps: int
     updates: int
+    stamp: str
+
+
+def new_stamp() -> str:
+    return uuid.uuid4().hex
 
 
 def fresh_state(tensors: Mapping[str, Tensor], method: DrafterMethod) -> DrafterState:
@@ -37,6 +44,7 @@ def fresh_state(tensors: Mapping[str, Tensor], method: DrafterMethod) -> Drafter
         optimizer={"exp_avg": {}, "exp_avg_sq": {}},
         total_steps=0,
         updates=0,
+        stamp=new_stamp(),
     )
 
 
@@ -72,6 +80,7 @@ def merge_states(states: Sequence[DrafterState], micro_steps: Sequence[int]) -> 
         optimizer={part: average([s["optimizer"][part] for s in states]) for part in states[0]["optimizer"]},
         total_steps=begun.pop() + sum(micro_steps),
         updates=max(s["updates"] for s in states),
+        stamp=new_stamp(),
     )
 
 

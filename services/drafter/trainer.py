@@ -26,7 +26,7 @@ from services.drafter.loss import (
     supervised_counts,
 )
 from services.drafter.packing import DraftRows, check_states, pack_states
-from services.drafter.state import DrafterState, check_state
+from services.drafter.state import DrafterState, check_state, new_stamp
 from services.drafter.unroll import unroll
 from services.models.drafter import Drafter
 from services.models.hidden import HiddenStates
@@ -60,6 +60,7 @@ class DrafterTrainer:
         self.device = device
         self.total_steps = 0  # micro-steps, also those that changed nothing
         self.updates = 0  # AdamW steps
+        self._stamp: str | None = None  # of the state that is held unchanged since it was loaded or copied
         self._drafter = Drafter(self.method).to(device)
         self._optimizer = self._new_optimizer()
         self._head: TargetHead | None = None
@@ -86,6 +87,7 @@ class DrafterTrainer:
     def train_rows(self, batches: Sequence[DraftRows]) -> MicroStep:
         """One AdamW update on rows laid out by the caller."""
         counts = supervised_counts(batches, self.config.unroll)
+        self._stamp = None
         self.total_steps += 1
         if not counts[0]:
             return MicroStep(0.0, (math.nan,) * self.config.unroll, 0, 0.0, False)
@@ -142,7 +144,9 @@ class DrafterTrainer:
         return AcceptanceEstimate(name, per_depth, length / starts if starts else 1.0, starts)
 
     def load_state(self, state: DrafterState) -> None:
-        """Adopt tensors, optimizer state and step count, all or nothing (WeightError)."""
+        """Adopt tensors, optimizer state and step count, all or nothing (WeightError). Those held already are kept."""
+        if state["stamp"] == self._stamp:
+            return
         check_state(state, self.method)
         self._drafter.load(state["tensors"])
         self._optimizer = self._new_optimizer()
@@ -153,6 +157,7 @@ class DrafterTrainer:
                     "step": torch.tensor(float(self.updates)),
                     **{part: m[name].to(self.device, copy=True) for part, m in state["optimizer"].items()},
                 }
+        self._stamp = state["stamp"]
 
     def state(self) -> DrafterState:
         """A copy of everything `load_state` needs, on the CPU."""
@@ -163,7 +168,14 @@ class DrafterTrainer:
                 if p in self._optimizer.state:
                     into[name] = self._optimizer.state[p][part].detach().to("cpu", copy=True)
         tensors = {name: p.detach().to("cpu", copy=True) for name, p in live.items()}
-        return DrafterState(tensors=tensors, optimizer=moments, total_steps=self.total_steps, updates=self.updates)
+        self._stamp = self._stamp or new_stamp()
+        return DrafterState(
+            tensors=tensors,
+            optimizer=moments,
+            total_steps=self.total_steps,
+            updates=self.updates,
+            stamp=self._stamp,
+        )
 
 
 def train_drafter(states: Iterable[Sequence[HiddenStates]], trainer: DrafterTrainer) -> Iterator[MicroStep]:

@@ -32,7 +32,8 @@ def found(probes: Probes, case: str, probe: str) -> Any:
         pytest.skip(f"{case} not asked for in LONGTAIL_GPU_CASES")
     got = probes[case]
     assert "log" not in got, f"the engine did not start:\n{got['log']}"
-    value = got.get(probe)
+    assert probe in got, f"the worker was stopped before it came to {probe}: raise LONGTAIL_GPU_LIMIT_S"
+    value = got[probe]
     assert not (isinstance(value, dict) and "error" in value), value
     return value
 

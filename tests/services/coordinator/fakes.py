@@ -203,6 +203,9 @@ class FakeDrafter:
     merges: int = 0
     checkpoints: list[int] = field(default_factory=list)
     made: list[dict[str, int]] = field(default_factory=list)  # what lies on this trainer's machine
+    snapshot_s: float = 0.0
+    prepared: list[int] = field(default_factory=list)  # micro-steps of the states
+    begun: list[tuple[int, bool]] = field(default_factory=list)  # micro-steps of the state, and whether it was held
 
     def lose_made(self) -> None:
         """The machine is gone, and so is what lay there."""
@@ -216,9 +219,15 @@ class FakeDrafter:
     def initial_state(self) -> tuple[int, Any]:
         return 0, self._make({"trained": 0})
 
+    def prepare(self, state: Any) -> None:
+        fetch(state)
+        self.prepared.append(state["trained"])
+        self.state = dict(state)
+
     def begin(self, state: Any, epoch: int, lane: int) -> int:
         assert epoch > self.epoch or lane == self.lane  # the next round of the same lease
         fetch(state)
+        self.begun.append((state["trained"], self.state == state))
         self.state, self.epoch, self.lane = dict(state), epoch, lane
         return self.state["trained"]
 
@@ -262,6 +271,7 @@ class FakeDrafter:
         if epoch != self.epoch:
             raise StaleEpochError("old")
         assert self.state is not None
+        self.clock.now += self.snapshot_s
         return self.state["trained"], self._make(dict(self.state))
 
     def export(self, state: Any) -> tuple[int, dict[str, int]]:

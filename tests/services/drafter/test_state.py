@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from services.config.drafter import DrafterConfig
 from services.core.errors import DataError, WeightError
 from services.drafter.export import write_drafter_folder
-from services.drafter.state import DrafterState, fresh_state, initial_drafter_state, merge_states
+from services.drafter.state import DrafterState, fresh_state, initial_drafter_state, merge_states, new_stamp
 from services.models.files import read_config
 from services.models.layers import model_spec
 from services.models.methods import drafter_method
@@ -187,7 +187,7 @@ def made_up(seed: int, total_steps: int, updates: int) -> DrafterState:
     rng = torch.Generator().manual_seed(seed)
     draw = lambda: {"a": torch.randn(3, 2, generator=rng), "b": torch.randn(4, generator=rng)}  # noqa: E731
     moments = {"exp_avg": draw(), "exp_avg_sq": draw()} if updates else {"exp_avg": {}, "exp_avg_sq": {}}
-    return DrafterState(tensors=draw(), optimizer=moments, total_steps=total_steps, updates=updates)
+    return DrafterState(tensors=draw(), optimizer=moments, total_steps=total_steps, updates=updates, stamp=new_stamp())
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=4), st.integers(0, 1000))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 import random
@@ -148,12 +149,32 @@ def test_a_state_is_a_copy(make_trainer, make_drafter, make_states) -> None:
     )
 
 
+def test_a_state_that_is_held_is_not_copied_again_and_one_that_was_trained_on_is(
+    make_trainer, make_drafter, make_states
+) -> None:
+    trainer = start(make_trainer(), make_drafter)
+    trainer.train_micro_step(make_states((3, 9)))
+    state = trainer.state()
+    kept = copy.deepcopy(state)
+    state["tensors"]["fc.weight"].zero_()  # would be noticed if it were copied in
+    trainer.load_state(state)
+    assert torch.equal(trainer.state()["tensors"]["fc.weight"], kept["tensors"]["fc.weight"])
+    trainer.train_micro_step(make_states((3, 9)))
+    assert trainer.state()["stamp"] != kept["stamp"]
+    trainer.load_state(kept)
+    again = trainer.state()
+    assert again["total_steps"] == kept["total_steps"] == 1 and again["stamp"] == kept["stamp"]
+    for name, tensor in kept["tensors"].items():
+        assert torch.equal(again["tensors"][name], tensor)
+
+
 @pytest.mark.parametrize("fault", ["renamed", "shape", "missing", "nan", "moments", "no moments", "moment shape"])
 def test_a_state_that_does_not_fit_changes_nothing(make_trainer, make_drafter, make_states, fault) -> None:
     """Row 30 on the drafter's side."""
     trainer = start(make_trainer(), make_drafter)
     trainer.train_micro_step(make_states((3, 9)))
     before, bad = trainer.state(), trainer.state()
+    bad["stamp"] = "another state's"
     tensors, optimizer = bad["tensors"], bad["optimizer"]
     if fault == "renamed":
         bad["tensors"] = {f"model.{n}": t for n, t in tensors.items()}
