@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
+from services.core.checkpoints import CheckpointNote
 from services.core.control import refuse_tensors
 from services.core.errors import BlobLostError, LongtailError, ServiceLostError, WaitTimeoutError
 from services.core.protocols import Blob, Pending
@@ -174,6 +175,17 @@ class RayPolicyClient(_Client):
 
     def publish(self) -> tuple[Pending[int], Blob]:
         return self._with_blob("publish")
+
+    def restored(self) -> tuple[Pending[CheckpointNote | None], Blob, Blob]:
+        note, live, served = self._refs("restored", 3)
+        return RayCall(note, self.name, "restored"), Blob(live), Blob(served)
+
+    def checkpoint(self, note: CheckpointNote, live: Blob | None, served: Blob | None) -> RayCall:
+        refuse_tensors(note, f"{self.name}.checkpoint")
+        return self._call("checkpoint", note, live, served)
+
+    def flush(self, timeout_s: float) -> RayCall:
+        return self._control("flush", timeout_s)
 
 
 class RayEnergyClient(_Client):

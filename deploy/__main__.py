@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deploy.cli_shared import config_of, errors_told, interrupt_on_sigterm
+from deploy.cli_shared import config_of, errors_told, interrupt_on_sigterm, training_config
 
 app = typer.Typer(
     name="longtail",
@@ -41,15 +41,20 @@ AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON.
 
 @app.command()
 def train(
-    config: Config,
+    config: Annotated[
+        str | None, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset.")
+    ] = None,
     settings: Settings = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder for run folders (run.dir).")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with this run folder, no CONFIG.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No live display.")] = False,
 ) -> None:
-    """Train a policy and its drafter; writes runs/<id>/ with report.html."""
+    """Train a policy and its drafter; writes runs/<id>/ with report.html.
+
+    With run.id=NAME the folder is runs/NAME, and starting the same again goes on from its last checkpoint.
+    """
     with errors_told():
-        extra = [] if run_dir is None else [f"run.dir={json.dumps(str(run_dir))}"]
-        resolved = config_of(config, settings or [], extra)
+        resolved = training_config(config, settings or [], run_dir, resume)
         from deploy.cli_train import train as run
 
         interrupt_on_sigterm()
@@ -228,6 +233,25 @@ def bench_losses(
         from deploy.bench_losses import run_bench
 
         _end(run_bench(resolved, seconds), as_json)
+
+
+@bench_app.command("resume")
+def bench_resume(
+    config: Annotated[str, typer.Option(help="Which run to kill.")] = "pocket-tiny",
+    settings: Overrides = None,
+    kills: Annotated[int, typer.Option(min=1, help="How often it is killed.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the moments at which it is killed.")] = 0,
+    online: Annotated[
+        bool, typer.Option("--online", help="The drafter trains: count losses, compare nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """A run killed at random moments and started again, compared bit by bit with one that was left alone."""
+    with errors_told():
+        resolved = config_of(config, settings or [])
+        from deploy.bench_resume import run_bench
+
+        _end(run_bench(resolved, kills, seed, online), as_json)
 
 
 @bench_app.command("tail")

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from deploy.provenance import provenance
 from services.config.schema import ClusterConfig
-from services.drafter.checkpoint import CheckpointWriter, flat_state
+from services.drafter.checkpoint import checkpoint_writer, flat_state, snapshot_of
 from services.drafter.head import EMBED, HEAD, target_head
 from services.drafter.state import fresh_state
 from services.drafter.trainer import DrafterTrainer
@@ -28,6 +28,7 @@ from services.models.device import pick_device
 from services.models.drafter import Drafter
 from services.models.hidden import HiddenStates
 from services.models.layers import ModelSpec, model_spec
+from services.weights.checkpoint import CheckpointWriter
 
 HIDDEN, INTERMEDIATE, HEADS, VOCAB = 512, 1408, 8, 32000  # of the target
 SEQUENCE, SEQUENCES = 96, 4
@@ -41,7 +42,7 @@ def run_bench(config: ClusterConfig, repeats: int) -> dict[str, Any]:
     states = _states(trainer)
     times: dict[str, list[float]] = {"selective_async": [], "full_sync": [], "micro_step": [], "beside_write": []}
     with tempfile.TemporaryDirectory() as folder:
-        writer = CheckpointWriter(Path(folder) / "kept", trainer.method, "bench")
+        writer = checkpoint_writer(Path(folder) / "kept", "bench")
         for repeat in range(repeats + 1):
             found = _round(trainer, states, writer, Path(folder) / "full.safetensors")
             if repeat:
@@ -68,7 +69,7 @@ def _round(
 ) -> dict[str, float]:
     found = {"micro_step": _timed(lambda: trainer.train_micro_step(states))}
     found["full_sync"] = _timed(lambda: _write_full(trainer, file))
-    found["selective_async"] = _timed(lambda: writer.save(trainer.state()))
+    found["selective_async"] = _timed(lambda: writer.save(snapshot_of(trainer.state(), trainer.method)))
     found["beside_write"] = _timed(lambda: trainer.train_micro_step(states))
     writer.wait(WRITE_LIMIT_S)
     return found

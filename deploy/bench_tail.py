@@ -90,7 +90,7 @@ def _variant(config: ClusterConfig, enabled: bool, seed: int) -> ClusterConfig:
     tree["rollout"]["consolidate"]["enabled"] = enabled
     tree["rollout"]["sampling"]["temperature"] = NEAR_GREEDY
     tree["policy"]["learning_rate"] = STILL
-    tree["run"] |= {"steps": STEPS, "seed": seed, "eval_prompts": 0, "compare_prompts": 0}
+    tree["run"] |= {"steps": STEPS, "seed": seed, "eval_prompts": 0, "compare_prompts": 0, "checkpoint_every": 0}
     return ClusterConfig.model_validate(tree)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -54,3 +55,23 @@ def config_of(config: str, settings: Sequence[str], extra: Sequence[str] = ()) -
         if not Path(name).exists() and name not in preset_names(PRESETS_DIR):
             raise ConfigError(f"{name!r} is neither key=value, such as rollout.group_size=4, nor a YAML file")
     return load_config(config, *files, overrides=[*overrides, *extra], presets_dir=PRESETS_DIR)
+
+
+def training_config(
+    config: str | None, settings: Sequence[str], run_dir: Path | None, resume: Path | None
+) -> ClusterConfig:
+    """What `longtail train` runs: CONFIG, or with `resume` what its run folder says."""
+    if resume is None:
+        if config is None:
+            raise ConfigError("name a configuration: a YAML file or a preset; or a run folder with --resume")
+        return config_of(config, settings, [] if run_dir is None else [f"run.dir={json.dumps(str(run_dir))}"])
+    if config is not None and "=" not in config:
+        raise ConfigError(f"--resume goes on with the configuration of {resume}: leave {config!r} out")
+    if run_dir is not None:
+        raise ConfigError("--resume names the run folder: leave --run-dir out")
+    stored = resume / "config.yaml"
+    if not stored.is_file():
+        raise ConfigError(f"{resume} is no run folder (it has no config.yaml): name a folder under runs/")
+    place = resume.resolve()
+    own = [f"run.dir={json.dumps(str(resume.parent))}", f"run.id={json.dumps(place.name)}"]
+    return config_of(str(stored), [*([config] if config else []), *settings], own)

@@ -14,13 +14,14 @@ from rich.table import Table
 from deploy.cli_shared import interrupt_on_sigterm
 from deploy.inputs import load_inputs, needs_drafter
 from deploy.progress import ProgressDisplay
+from deploy.resuming import Start, go_back_in, start_of
 from services.config.schema import ClusterConfig
-from services.core.errors import DataError
+from services.core.errors import DataError, NothingTrainedError
 from services.drafter.export import write_drafter_folder
 from services.models.files import GROWN_FILE, drafter_dir, model_dir, read_config, read_grown
 from services.models.layers import model_spec
 from services.models.methods import drafter_method
-from services.report.run_folder import RunFolder
+from services.report.run_folder import RunFolder, finished_summary
 
 # What a person wants to know first, in this order; the rest is in summary.json.
 _SHOWN = {
@@ -62,10 +63,16 @@ def check_inputs(config: ClusterConfig) -> None:
 
 def train(config: ClusterConfig, *, quiet: bool = False) -> None:
     """One run, start to report. Raises LongtailError when it does not finish; its folder is valid even then."""
+    console = Console()
+    over = finished_summary(config)
+    if over is not None:
+        _say(console, f"run {config.run.id} is finished, all {over['steps']} steps of it: nothing to do")
+        _tell(console, config.run.dir / str(config.run.id))
+        return
     check_inputs(config)
     folder = RunFolder(config)  # writes the resolved configuration
-    console = Console()
-    _say(console, f"run folder: {folder.path}")
+    start = start_of(config, folder)
+    _say(console, f"run folder: {folder.path}{_goes_on(start)}")
     grown = read_grown(model_dir(config.model.path))
     if grown is not None:  # the run's figures must say so wherever they are read
         (folder.path / GROWN_FILE).write_text(json.dumps(grown, indent=2) + "\n", encoding="utf-8")
@@ -73,12 +80,25 @@ def train(config: ClusterConfig, *, quiet: bool = False) -> None:
     display = nullcontext() if quiet else ProgressDisplay(folder.latest_progress, console)
     try:
         with display:
-            _run(config, folder)
+            summary = _run(config, folder, start)
     finally:
         _tell(console, folder.path)
+    if not summary["policy_version"]:
+        raise NothingTrainedError(
+            f"the run did its {summary['steps']} steps, but the policy is as it was: no step had rollouts "
+            "of different rewards to learn from. Raise rollout.group_size or prompts_per_step, or take problems "
+            "of which the model solves some"
+        )
 
 
-def _run(config: ClusterConfig, folder: RunFolder) -> None:
+def _goes_on(start: Start) -> str:
+    if start.takeover is None:
+        return ""
+    steps = len(start.takeover.steps)
+    return f", goes on after step {steps}" if steps else ", begins again: it has no checkpoint"
+
+
+def _run(config: ClusterConfig, folder: RunFolder, start: Start) -> dict[str, Any]:
     def export(_version: int, tensors: Mapping[str, Any]) -> None:
         target = read_config(model_dir(config.model.path))
         method = drafter_method(config.drafter, model_spec(target))
@@ -87,11 +107,17 @@ def _run(config: ClusterConfig, folder: RunFolder) -> None:
     if config.placement.mode == "local":
         from deploy.local import run_local
 
-        run_local(config, folder, on_drafter=export)
-    else:
-        from deploy.cluster import run_on_ray
+        return run_local(config, folder, on_drafter=export, start=start)
+    from deploy.cluster import run_on_ray
 
-        run_on_ray(config, folder, on_drafter=export, on_start=lambda _: interrupt_on_sigterm(), run_id=folder.run_id)
+    return run_on_ray(
+        config,
+        folder,
+        on_drafter=export,
+        on_start=lambda _: interrupt_on_sigterm(),
+        start=start,
+        go_back=go_back_in(folder) if start.checkpoints is not None else None,
+    )
 
 
 def _micro_steps(run_dir: Path) -> int:

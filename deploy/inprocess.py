@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from services.core.checkpoints import CheckpointNote
 from services.core.control import refuse_tensors
 from services.core.errors import LongtailError, ServiceLostError
 from services.core.protocols import Blob, Clock, Pending
@@ -244,6 +245,21 @@ class LocalPolicyClient(_Client):
     def publish(self) -> tuple[Pending[int], Blob]:
         call = self._service.call("publish")
         return _Part(call, 0), Blob(_Part(call, 1))
+
+    def restored(self) -> tuple[Pending[CheckpointNote | None], Blob, Blob]:
+        call = self._service.call("restored")
+        return _Part(call, 0), Blob(_Part(call, 1)), Blob(_Part(call, 2))
+
+    def checkpoint(self, note: CheckpointNote, live: Blob | None, served: Blob | None) -> LocalCall:
+        refuse_tensors(note, f"{self.name}.checkpoint")
+
+        def value(blob: Blob | None) -> Any:
+            return None if blob is None else _value(blob)
+
+        return self._service.run("checkpoint", lambda s: s.checkpoint(note, value(live), value(served)))
+
+    def flush(self, timeout_s: float) -> LocalCall:
+        return self._control("flush", timeout_s)
 
 
 class LocalEnergyClient(_Client):

@@ -18,11 +18,13 @@ from deploy.inprocess import (
     LocalService,
 )
 from deploy.inputs import load_inputs, needs_drafter
+from deploy.resuming import Start, nameless_start
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.energy import POLICY
 from services.coordinator.observer import RunObserver
 from services.coordinator.services import Services
+from services.core.checkpoints import CheckpointPlan
 from services.core.energy import GpuName
 from services.core.protocols import Blob, Clock
 from services.drafter.checkpoint import starting_state
@@ -44,17 +46,21 @@ def run_local(
     on_drafter: Callable[[int, Mapping[str, Any]], None] = lambda version, tensors: None,
     gpu: str | None = None,
     open_reader: OpenReader = open_nvml,
+    start: Start | None = None,
 ) -> dict[str, Any]:
-    """One run to its summary. `on_drafter` gets (version, trainable tensors) of the drafter published last.
+    """One run to its summary; without `start` a new one that writes no checkpoints. `on_drafter` gets (version,
+    trainable tensors) of the drafter published last.
     `gpu`: whose energy is measured, as CUDA_VISIBLE_DEVICES calls it; None: the one that this process computes on.
 
     Raises what the run raises; the observer is finished in every case.
     """
+    start = start or nameless_start()
+    config = start.fitted(config)
     inputs = load_inputs(config)
     with ExitStack() as closing:
         host = LocalHost(clock, time.sleep)
-        services = build_services(config, host, closing)
-        coordinator = Coordinator(config, inputs, services, observer, clock)
+        services = build_services(config, host, closing, checkpoints=start.checkpoints)
+        coordinator = Coordinator(config, inputs, services, observer, clock, start.takeover)
         entry = gpu or _gpu_in_use(config)
         if entry is not None:
             meter = EnergyService([entry], open_reader, clock)
@@ -83,7 +89,11 @@ def _measure_energy(
 
 
 def build_services(
-    config: ClusterConfig, host: LocalHost, closing: ExitStack, clock: Clock = time.monotonic
+    config: ClusterConfig,
+    host: LocalHost,
+    closing: ExitStack,
+    clock: Clock = time.monotonic,
+    checkpoints: CheckpointPlan | None = None,
 ) -> Services:
     """Every service of a run on `host`; `clock` is theirs."""
 
@@ -102,7 +112,7 @@ def build_services(
         drafters=[
             LocalDrafterClient(start(f"drafter-{i}", build_drafter_service, config, i, clock)) for i in drafter_slots
         ],
-        policy=LocalPolicyClient(start("policy", build_policy_service, config, clock)),
+        policy=LocalPolicyClient(start("policy", build_policy_service, config, clock, checkpoints)),
         reward=LocalRewardClient(start("reward", reward)),
         waiter=host,
         initial_drafter=Blob(starting_state(config)) if drafter_slots else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -77,3 +78,24 @@ def _start(node: str, entries: Sequence[str], open_reader: OpenReader) -> Any:
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
     }
     return ray.remote(EnergyActor).options(**options).remote(entries, open_reader)
+
+
+@dataclass(frozen=True)
+class EnergyMeters:
+    """The energy meters by name, and who uses which GPU."""
+
+    handles: dict[str, Any]
+    users: Users
+    timeout_s: float
+
+    def tell(self, coordinator: Any) -> None:
+        told = coordinator.measure_energy.remote(self.handles, self.users)
+        RayCall(told, "coordinator", "measure_energy").result(self.timeout_s)
+
+
+def start_energy(handles: dict[str, Any], timeout_s: float) -> EnergyMeters:
+    """They end with the other actors in `handles`."""
+    meters, users = plan_meters(seats(handles, timeout_s))
+    started = start_meters(meters)
+    handles.update(started)
+    return EnergyMeters(started, users, timeout_s)

@@ -179,8 +179,17 @@ class PlacementConfig(Section):
 
 
 class RunConfig(Section):
+    """`id` is the run folder's name under `dir`; None: made of `name`, the time and a random token. A run whose id is
+    there already goes on from its last checkpoint, so that starting it again is always safe. A checkpoint is written
+    every `checkpoint_every` steps and at the end (0: never); the newest `keep_last` stay, and the `keep_best` with the
+    highest held-out reward of those written at an evaluation."""
+
     name: str = "run"
+    id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,119}$")
     dir: Path = Path("runs")
+    checkpoint_every: int = Field(5, ge=0)
+    keep_last: int = Field(2, ge=1)
+    keep_best: int = Field(0, ge=0)
     steps: int = Field(20, ge=1)
     seed: int = 0
     eval_prompts: int = Field(128, ge=0)

@@ -17,6 +17,7 @@ from services.coordinator import loop
 from services.coordinator.alarms import useless_drafter
 from services.coordinator.assembly import Parts, make_drafting, make_phase
 from services.coordinator.calls import Calls
+from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.comparison import OFF, compare
 from services.coordinator.fleet import Fleet, Patience, Published
 from services.coordinator.leases import LeaseBook
@@ -25,8 +26,9 @@ from services.coordinator.metering import Metering, method_word
 from services.coordinator.metrics import StepFacts, step_metrics
 from services.coordinator.observer import RunObserver
 from services.coordinator.progress import ProgressBoard
+from services.coordinator.recovery import Recovery
 from services.coordinator.releases import Releases
-from services.coordinator.resume import Takeover, takeover_message
+from services.coordinator.resume import Takeover
 from services.coordinator.salvage import salvage
 from services.coordinator.scoring import Scoring
 from services.coordinator.services import Inputs, Services
@@ -88,7 +90,7 @@ class Coordinator:
         self._trainers = Trainers(
             services.drafters, self._calls, clock, self._patience, self._tell, config.drafter.buffer_bytes
         )
-        parts = Parts(config, self._fleet, self._trainers, self._leases, self._calls, clock, self._tell)
+        parts = self._parts = Parts(config, self._fleet, self._trainers, self._leases, self._calls, clock, self._tell)
         self._drafting = make_drafting(parts, services.initial_drafter)
         self._releases = Releases(
             self._trainers, services.initial_drafter, clock, self._patience, self._tell, self._calls.turn
@@ -96,6 +98,9 @@ class Coordinator:
         self._worth = Worth(config.drafter.training)
         self._phase = make_phase(parts, self._drafting, self._board)
         self._scoring = Scoring(services.reward, self._calls, clock, self._patience, self._tell)
+        self.checkpoints = Checkpoints(
+            services.policy, inputs.train, parts, self._drafting, self._releases, self._patience
+        )
 
     def measure_energy(self, meters: Sequence[EnergyClient], users: Mapping[str, Sequence[GpuName]]) -> None:
         """Before `run`. `users`: the GPUs of "slot <i>" and "policy"."""
@@ -113,10 +118,12 @@ class Coordinator:
             self._take_over()
             loop.train(self, self._config.run.steps, self._config.run.eval_every)
             self._compare()
+            self.checkpoints.flush()
             self._board.enter("finished")
             status, error = "finished", ""
         except (StopRequested, KeyboardInterrupt):  # the latter with every service in this process
             status, error = "stopped", ""
+            self.checkpoints.before_stopping()
             raise
         except LongtailError as problem:
             error = str(problem)
@@ -139,18 +146,10 @@ class Coordinator:
         return self._fleet.drafter
 
     def _take_over(self) -> None:
-        """Find out what an earlier coordinator left with servers and trainers."""
-        if self._takeover is None:
-            return
-        self._steps_done = self._ask_policy(self._services.policy.steps_done())
-        served = self._fleet.survey()
-        version = max([self._takeover.drafter_version, *(v.drafter for v in served if v.drafter is not None)])
-        live = self._trainers.recover()
-        if live is not None:
-            self._drafting.live = live
-        self._releases.go_on(version + 1, self._drafting.live)
-        message = takeover_message(self._takeover, len(served), live is not None, version + 1)
-        self._tell("coordinator_returned", "coordinator", message)
+        if self._takeover is not None:
+            policy, parts = self._services.policy, self._parts
+            found = Recovery(parts, policy, self._drafting, self._releases, self.checkpoints, self._ask_policy)
+            self._steps_done = found.take_over(self._takeover)
 
     # ------------------------------------------------------------------ the verbs: rollout and reward
 
@@ -159,8 +158,8 @@ class Coordinator:
         return self._steps_done
 
     def prompts(self, step: int) -> Sequence[Prompt]:
-        run = self._config.run
-        return prompts_of_step(self._inputs.train, step, self._config.rollout.prompts_per_step, run.seed)
+        run, since = self._config.run, self.checkpoints.data.since
+        return prompts_of_step(self._inputs.train, step - since, self._config.rollout.prompts_per_step, run.seed)
 
     def generate(self, step: int, prompts: Sequence[Prompt]) -> Iterator[FinishedGroup]:
         rollout = self._config.rollout
@@ -203,6 +202,7 @@ class Coordinator:
 
     def train_step(self, batch: TrainBatch) -> None:
         policy = self._services.policy
+        self.checkpoints.recorded = None
         self._board.enter("policy")
         with self._timed("policy"), self._timeline.span("policy", "policy"):
             report, pending, blob = policy.train_step(batch)
@@ -283,6 +283,7 @@ class Coordinator:
         self._summary.steps.append(metrics)
         self._observer.step(metrics)
         self._observer.rollouts(step, self._facts.groups)
+        self.checkpoints.recorded = step
         alarm = useless_drafter(self._summary.steps)
         if alarm is not None:
             self._tell("drafter_useless", "drafter", alarm)
@@ -290,6 +291,9 @@ class Coordinator:
         news = self._worth.step(rollouts, self._releases.gain)
         if news is not None and self._config.drafter.training.when == "auto":
             self._tell("drafter_rests" if self._worth.resting else "drafter_trains", "drafter", news)
+
+    def checkpoint(self, step: int) -> None:
+        self.checkpoints.after(step)
 
     # ------------------------------------------------------------------ speculation off against on
 
@@ -329,7 +333,7 @@ class Coordinator:
         try:
             return self._calls.wait_for(self._services.policy.name, pending, self._patience.call_s)
         except ServiceLostError as error:
-            message = f"{error.reason}; the policy's weights died with it: start the run again"
+            message = f"{error.reason}; what the policy learned since the last checkpoint died with it"
             self._tell("policy_lost", error.name, message)
             raise ServiceLostError(error.name, message) from error
 

@@ -17,6 +17,7 @@ Who waits for whom:
 - `publish_drafter` waits for the verdict on rollouts that nobody trained on: only what is better than the served
   drafter goes out.
 - `train_step` waits for all rewards. Rollout servers are idle meanwhile; responses are strictly on-policy.
+- `checkpoint` waits for nobody: the policy trainer copies its state and writes the copy while the next step generates.
 - `load` waits for every server to say that it serves exactly the published versions. A server that is lost does not
   hold up the others; it loads before it serves again.
 
@@ -35,7 +36,7 @@ from services.core.types import Group, Prompt, TrainBatch
 class Verbs(Protocol):
     @property
     def steps_done(self) -> int:
-        """Steps that the policy was trained on before this call; above 0 when the run was taken over."""
+        """Steps that the policy was trained on before this call; above 0 when the run was taken over or resumed."""
 
     def prompts(self, step: int) -> Sequence[Prompt]: ...
 
@@ -59,14 +60,20 @@ class Verbs(Protocol):
 
     def record(self, step: int) -> None: ...
 
+    def checkpoint(self, step: int) -> None: ...
+
 
 def train(run: Verbs, steps: int, eval_every: int) -> None:
     """Run up to `steps` steps; held-out evaluation before, after, and every `eval_every` steps (0: not in between)."""
+
+    def evaluate(step: int) -> None:
+        if step in (0, steps) or (eval_every and step % eval_every == 0):
+            run.evaluate(step)
+
     run.publish_policy()
     run.publish_drafter()
     run.load()
-    if run.steps_done in (0, steps):
-        run.evaluate(run.steps_done)
+    evaluate(run.steps_done)
     for step in range(run.steps_done + 1, steps + 1):
         for finished in run.generate(step, run.prompts(step)):
             run.score(finished)
@@ -77,5 +84,5 @@ def train(run: Verbs, steps: int, eval_every: int) -> None:
         run.publish_drafter()
         run.load()
         run.record(step)
-        if step == steps or (eval_every and step % eval_every == 0):
-            run.evaluate(step)
+        run.checkpoint(step)
+        evaluate(step)

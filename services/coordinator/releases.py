@@ -36,9 +36,13 @@ class Releases:
         self.gain: float | None = None
         self.estimates: dict[str, AcceptanceEstimate] = {}
 
-    def go_on(self, version: int, live: Blob | None) -> None:
-        """After a takeover: serve `live` under a version that no server has seen."""
-        self._version, self._served = version, live
+    @property
+    def served(self) -> Blob | None:
+        return self._served
+
+    def go_on(self, version: int, served: Blob | None) -> None:
+        """After a takeover or in a resumed run: serve `served` under this version."""
+        self._version, self._served = version, served
 
     def begin_again(self, frozen: Blob | None, live: Blob) -> None:
         """After a loss: `live` becomes the next version, whatever was served."""

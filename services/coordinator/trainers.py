@@ -53,6 +53,11 @@ class Trainers:
         """The hidden states that came last: nobody has trained on them before the next rollout phase."""
         return self._chunks[-1][1] if self._chunks else None
 
+    @property
+    def chunks(self) -> tuple[HiddenStateChunk, ...]:
+        """What a restarted trainer is equipped with, oldest first."""
+        return tuple(chunk for chunk, _ in self._chunks)
+
     # ------------------------------------------------------------------ what they learn from
 
     def adopt_head(self, policy: Published) -> None:

@@ -38,6 +38,11 @@ def make_work(
     ]
 
 
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """Of the prompts in their order: a position in them means nothing in another set."""
+    return hashlib.sha256("\n".join(prompt.id for prompt in prompts).encode()).hexdigest()[:16]
+
+
 def prompts_of_step(prompts: Sequence[Prompt], step: int, per_step: int, seed: int) -> list[Prompt]:
     """The prompts of 1-based `step`: passes over all prompts, each pass in its own shuffled order."""
     assert prompts and step >= 1

@@ -69,6 +69,12 @@ class MeterError(LongtailError):
     """The energy of a GPU cannot be measured; the message says which one and why."""
 
 
+class NothingTrainedError(LongtailError):
+    """A run came to its end and left the policy as it was: whoever started it must not take that for success."""
+
+    exit_code = 3
+
+
 class StopRequested(LongtailError):
     """The user asked the run to stop (Ctrl-C); raised at the next safe point so that the run folder stays valid."""
 

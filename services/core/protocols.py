@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NewType, Protocol, TypeVar
 
+from services.core.checkpoints import CheckpointNote
 from services.core.types import (
     AcceptanceEstimate,
     DrafterProgress,
@@ -142,6 +143,17 @@ class PolicyClient(Protocol):
 
     def publish(self) -> tuple[Pending[int], Blob]:
         """(policy_version, weights)."""
+
+    def restored(self) -> tuple[Pending[CheckpointNote | None], Blob, Blob]:
+        """(note, live, served): what the checkpoint said that the trainer went on from, and the drafter's two training
+        states in it (equal when there was one). The note is None for a run that began anew."""
+
+    def checkpoint(self, note: CheckpointNote, live: Blob | None, served: Blob | None) -> Pending[None]:
+        """Copy everything as it is now, with these states of the drafter, and write it in the background; `served`
+        None: it is `live`."""
+
+    def flush(self, timeout_s: float) -> Pending[None]:
+        """Answers when every checkpoint is on the disk."""
 
 
 class RewardClient(Protocol):

@@ -14,7 +14,7 @@ from services.core.errors import BatchError, StaleEpochError, WeightError
 from services.core.protocols import Clock
 from services.core.types import AcceptanceEstimate, DrafterProgress, HiddenStateChunk
 from services.drafter.buffer import HiddenStateBuffer, open_buffer
-from services.drafter.checkpoint import CheckpointWriter
+from services.drafter.checkpoint import checkpoint_writer, snapshot_of
 from services.drafter.head import read_target_head, target_head
 from services.drafter.packing import check_states
 from services.drafter.progress import summarise
@@ -25,6 +25,7 @@ from services.models.files import model_dir, read_config
 from services.models.hidden import HiddenStates
 from services.models.layers import model_spec
 from services.models.target import check_tensors
+from services.weights.checkpoint import CheckpointWriter
 
 ESTIMATE_TOKENS = 8192
 
@@ -135,7 +136,7 @@ class DrafterService:
         """Write a state to drafter.checkpoint_dir in the background. Raises DataError when an earlier one could not be
         written."""
         assert self._checkpoints is not None
-        self._checkpoints.save(state)
+        self._checkpoints.save(snapshot_of(state, self._trainer.method))
 
     def export(self, state: DrafterState) -> tuple[int, dict[str, Tensor]]:
         """(number of tensors, the trainable tensors only), as rollout servers load them."""
@@ -171,5 +172,5 @@ def build_drafter_service(config: ClusterConfig, slot: int, clock: Clock = time.
     trainer = DrafterTrainer(spec, config.drafter, config.rollout.sampling.temperature, device)
     trainer.load_head(read_target_head(folder, spec, device))
     buffer, folder = open_buffer(config.drafter), config.drafter.checkpoint_dir
-    writer = None if folder is None else CheckpointWriter(folder, trainer.method, f"slot-{slot}")
+    writer = None if folder is None else checkpoint_writer(folder, f"slot-{slot}")
     return DrafterService(trainer, buffer, config.run.seed, slot, clock, writer)

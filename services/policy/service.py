@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.config.schema import ClusterConfig
-from services.core.errors import BatchError
+from services.core.checkpoints import CheckpointNote, CheckpointPlan
+from services.core.errors import BatchError, ConfigError
 from services.core.protocols import Clock
 from services.core.types import HiddenStateChunk, PolicyStepReport, TrainBatch
 from services.models.device import free_cache, pick_device, pick_dtype
@@ -18,17 +20,28 @@ from services.models.hidden import HiddenStates
 from services.models.layers import ModelSpec, model_spec
 from services.models.methods import drafter_method
 from services.models.target import check_tensors, target_names
+from services.policy.checkpoint import KIND, DrafterTree, Restored, restore, take_snapshot
 from services.policy.trainer import PolicyTrainer
+from services.weights.checkpoint import CheckpointWriter
 
 
 class PolicyService:
     """train_step and publish over one PolicyTrainer. `version` is 0 before the first update and only grows."""
 
-    def __init__(self, trainer: PolicyTrainer, spec: ModelSpec, publish_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        trainer: PolicyTrainer,
+        spec: ModelSpec,
+        publish_dtype: torch.dtype,
+        writer: CheckpointWriter | None = None,
+        restored: Restored | None = None,
+    ) -> None:
         self._trainer = trainer
         self._spec = spec
         self._publish_dtype = publish_dtype
-        self._last_step = 0
+        self._writer = writer
+        self._restored = restored
+        self._last_step = restored.note.step if restored else 0
 
     @property
     def version(self) -> int:
@@ -61,6 +74,26 @@ class PolicyService:
         check_tensors(tensors, target_names(self._spec), "policy")
         return self.version, tensors
 
+    def restored(self) -> tuple[CheckpointNote | None, DrafterTree | None, DrafterTree | None]:
+        """(note, live drafter state, served one) of the checkpoint this trainer went on from; None for a new run."""
+        found = self._restored
+        return (None, None, None) if found is None else (found.note, found.live, found.served)
+
+    def checkpoint(
+        self, note: CheckpointNote, live: DrafterTree | None = None, served: DrafterTree | None = None
+    ) -> None:
+        """Copy the state as it is after step `note.step`, and write it in the background. Raises BatchError when the
+        policy has trained on another step last, DataError when an earlier checkpoint could not be written."""
+        assert self._writer is not None
+        if note.step != self._last_step:
+            raise BatchError(f"a checkpoint of step {note.step} was asked for, the policy is at step {self._last_step}")
+        self._writer.save(take_snapshot(self._trainer, self._spec, note, live, served))
+
+    def flush(self, timeout_s: float) -> None:
+        """Returns when every checkpoint is on the disk. Raises WaitTimeoutError and DataError."""
+        if self._writer is not None:
+            self._writer.wait(timeout_s)
+
 
 def load_policy_model(path: str, device: torch.device) -> PreTrainedModel:
     """transformers' own class in float32: AdamW's small updates would vanish in bfloat16 weights."""
@@ -72,8 +105,11 @@ def load_policy_model(path: str, device: torch.device) -> PreTrainedModel:
     return model
 
 
-def build_policy_service(config: ClusterConfig, clock: Clock = time.monotonic) -> PolicyService:
-    """Load the policy and set this process's thread count. Raises DataError for a folder that is no usable model."""
+def build_policy_service(
+    config: ClusterConfig, clock: Clock = time.monotonic, checkpoints: CheckpointPlan | None = None
+) -> PolicyService:
+    """Load the policy and set this process's thread count. Raises DataError for a folder that is no usable model and
+    for a checkpoint that cannot be gone on from, ConfigError for a checkpoint folder that is not there."""
     torch.set_num_threads(config.policy.threads)
     spec = model_spec(read_config(model_dir(config.model.path)))
     device = pick_device(config.model.device)
@@ -82,4 +118,19 @@ def build_policy_service(config: ClusterConfig, clock: Clock = time.monotonic) -
     aux_layers = drafter_method(config.drafter, spec).aux_layers
     model, keep_states = load_policy_model(config.model.path, device), config.drafter.states == "policy"
     trainer = PolicyTrainer(model, config.policy, clock, autocast, aux_layers, keep_states)
-    return PolicyService(trainer, spec, publish_dtype=dtype)
+    writer, restored = None, None
+    if checkpoints is not None:
+        writer = _writer(checkpoints.folder)
+        restored = None if checkpoints.start is None else restore(checkpoints.start, trainer, spec)
+        trainer.version = max(trainer.version, checkpoints.least_version)
+    return PolicyService(trainer, spec, dtype, writer, restored)
+
+
+def _writer(folder: Path) -> CheckpointWriter:
+    """All checkpoints stay: the driver, which knows what was recorded, takes old ones away."""
+    if not folder.parent.is_dir():
+        raise ConfigError(
+            f"the policy trainer does not see the run folder {folder.parent}: put run.dir on a file system that all "
+            "machines share, or set run.checkpoint_every=0 to go without checkpoints"
+        )
+    return CheckpointWriter(folder, KIND, "policy", keep=None)

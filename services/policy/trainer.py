@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,7 @@ from services.config.schema import PolicyConfig
 from services.core.protocols import Clock
 from services.core.types import HiddenStateChunk, PolicyStepReport, TrainBatch
 from services.models.hidden import HiddenStates
+from services.models.target import check_tensors
 from services.policy.batch import AdmittedBatch, admit
 from services.policy.logprobs import Scores, score
 from services.policy.loss import clipped_surrogate, kl_to_reference, policy_loss, token_weights
@@ -73,6 +74,35 @@ class PolicyTrainer:
     @property
     def parameter_dtype(self) -> torch.dtype:
         return self._parameters[0].dtype
+
+    @torch.no_grad()
+    def state(self) -> dict[str, Tensor]:
+        """Copies on the CPU: weights by `policy/NAME`, AdamW's state by `optimizer/KEY/NAME`."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            found[f"policy/{name}"] = parameter.detach().to("cpu", copy=True)
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                found[f"optimizer/{key}/{name}"] = value.detach().to("cpu", copy=True)
+        return found
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Adopt what `state` gave. Raises WeightError, nothing changed, when its weights are not exactly the model's.
+        The reference model of the KL term stays the first policy."""
+        named = dict(self.model.named_parameters())
+        weights = {n.removeprefix("policy/"): t for n, t in state.items() if n.startswith("policy/")}
+        check_tensors(weights, {name: tuple(p.shape) for name, p in named.items()}, "policy checkpoint")
+        for name, parameter in named.items():
+            parameter.copy_(weights[name])
+            kept = {
+                n.split("/")[1]: t for n, t in state.items() if n.startswith("optimizer/") and n.endswith(f"/{name}")
+            }
+            if kept:
+                # AdamW keeps its step count on the CPU, its moments where the weight is
+                self._optimizer.state[parameter] = {
+                    key: t.clone() if key == "step" else t.to(parameter.device, copy=True) for key, t in kept.items()
+                }
+        self.version = version
 
     def train_step(self, batch: TrainBatch) -> PolicyStep:
         """One policy update. Raises BatchError for rollouts the policy must not learn from.

@@ -61,13 +61,15 @@ def wait_for_step(runs: Path, process: subprocess.Popen[str], timeout_s: float) 
 @pytest.mark.slow
 def test_a_run_leaves_a_whole_folder_and_says_where(tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
-    process = start(model(tmp_path), "placement.mode=local", "--run-dir", "elsewhere", cwd=tmp_path, mark=mark)
+    # random weights solve nothing: with zero_variance=keep the policy is updated all the same
+    args = model(tmp_path), "placement.mode=local", "policy.zero_variance=keep", "run.id=mine", "--run-dir", "elsewhere"
+    process = start(*args, cwd=tmp_path, mark=mark)
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
     report = re.search(r"^report: (.+)$", out, re.MULTILINE)
     assert report is not None, out
     folder = (tmp_path / report.group(1)).parent
-    assert folder.parent == tmp_path / "elsewhere"
+    assert folder == tmp_path / "elsewhere" / "mine"
     assert {f.name for f in folder.iterdir()} >= LEFT_BEHIND
     config = load_config(folder / "config.yaml")
     assert config.placement.mode == "local" and config.run.dir == Path("elsewhere")
@@ -76,6 +78,12 @@ def test_a_run_leaves_a_whole_folder_and_says_where(tmp_path: Path) -> None:
     assert summary["rollouts"] == config.run.steps * config.rollout.prompts_per_step * config.rollout.group_size
     assert "held-out reward after" in out
     assert left_alive(mark) == []
+
+    before = {f: f.stat().st_mtime_ns for f in folder.rglob("*")}
+    again = start(*args, cwd=tmp_path, mark=mark)
+    out, err = again.communicate(timeout=150)
+    assert again.returncode == 0 and "run mine is finished, all 2 steps of it: nothing to do" in out, err
+    assert before == {f: f.stat().st_mtime_ns for f in folder.rglob("*")}, "a finished run was touched"
 
 
 @pytest.mark.ray

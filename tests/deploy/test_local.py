@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from deploy.local import run_local
+from services.core.checkpoints import whole_checkpoints
 from services.core.errors import StopRequested
-from services.drafter.checkpoint import checkpoints, starting_state
+from services.drafter.checkpoint import starting_state
 from services.report.run_folder import RunFolder
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 from tests.services.coordinator.fakes import Recorder
@@ -86,7 +87,7 @@ def test_a_run_goes_on_from_the_drafter_of_the_one_before(model: Path, tmp_path:
     config = tiny_run(model, tmp_path, drafter={"checkpoint_dir": str(tmp_path / "kept"), "pack_tokens": 256})
     run_local(config, Recorder())
     give_up = time.monotonic() + 30
-    while not checkpoints(tmp_path / "kept"):
+    while not whole_checkpoints(tmp_path / "kept"):
         assert time.monotonic() < give_up, "nothing was written"
         time.sleep(0.05)
     state = starting_state(config)

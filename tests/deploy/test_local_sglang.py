@@ -49,7 +49,7 @@ def config_of(model: Path, runs: Path) -> ClusterConfig:
         },
         drafter={"micro_step_budget_s": 0.05, "pack_tokens": 256, "states": "engine"},
         placement={"mode": "local"},
-        run={"dir": str(runs), "steps": 3, "eval_prompts": 2, "compare_prompts": 0},
+        run={"dir": str(runs), "steps": 3, "eval_prompts": 2, "compare_prompts": 0, "checkpoint_every": 0},
     )  # fmt: skip
 
 

@@ -289,6 +289,9 @@ class FakePolicy:
     version: int = 0
     no_signal_every: int = 10**9
     batches: list[Any] = field(default_factory=list)
+    kept: tuple[Any, Any, Any] | None = None  # (note, live, served) of the checkpoint it went on from
+    checkpoints: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    flushed: int = 0
 
     def train_step(self, batch: Any) -> tuple[PolicyStepReport, HiddenStateChunk, str]:
         if batch.step <= self.steps_done:
@@ -302,10 +305,22 @@ class FakePolicy:
 
     @property
     def steps_done(self) -> int:
-        return self.batches[-1].step if self.batches else 0
+        if self.batches:
+            return self.batches[-1].step
+        return self.kept[0].step if self.kept else 0
 
     def publish(self) -> tuple[int, str]:
         return self.version, f"policy {self.version}"
+
+    def restored(self) -> tuple[Any, Any, Any]:
+        return self.kept or (None, None, None)
+
+    def checkpoint(self, note: Any, live: Any, served: Any) -> None:
+        assert note.step == self.steps_done and note.drafter_ahead is (served is not None)
+        self.checkpoints.append((note, dict(live or {}), dict(served or live or {})))
+
+    def flush(self, timeout_s: float) -> None:
+        self.flushed = len(self.checkpoints)
 
 
 class FakeReward:

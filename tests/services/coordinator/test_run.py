@@ -168,7 +168,7 @@ def test_stop_ends_the_run_at_a_safe_point_with_a_valid_summary() -> None:
 def test_a_dead_policy_trainer_ends_the_run_and_says_why() -> None:
     world = World()
     world.observer.step = lambda metrics: world.policy.kill()  # type: ignore[method-assign]
-    with pytest.raises(ServiceLostError, match="weights died with it"):
+    with pytest.raises(ServiceLostError, match="learned since the last checkpoint died with it"):
         world.coordinator.run()
     assert world.observer.summaries[0]["status"] == "failed"
 

@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.core.checkpoints import MANIFEST
+from services.core.checkpoints import whole_checkpoints as checkpoints
 from services.core.errors import DataError, WaitTimeoutError
-from services.drafter import checkpoint
-from services.drafter.checkpoint import CheckpointWriter, checkpoints, read_checkpoint, starting_state
+from services.drafter.checkpoint import MOMENTS, checkpoint_writer, read_checkpoint, snapshot_of, starting_state
 from services.drafter.service import build_drafter_service
 from services.models.files import read_config
 from services.models.layers import model_spec
 from services.models.methods import drafter_method
+from services.weights import checkpoint
 from tests.services.drafter.test_service import chunk_of
 
-STATE, MANIFEST = checkpoint.STATE_FILE, checkpoint.MANIFEST
+STATE = checkpoint.STATE_FILE
 
 
 @pytest.fixture
@@ -38,13 +40,13 @@ def setting(model_folder, make_config, make_states, tmp_path):
 def same(a, b) -> bool:
     if a["total_steps"] != b["total_steps"] or a["updates"] != b["updates"]:
         return False
-    pairs = [(a["tensors"], b["tensors"]), *((a["optimizer"][m], b["optimizer"][m]) for m in checkpoint.MOMENTS)]
+    pairs = [(a["tensors"], b["tensors"]), *((a["optimizer"][m], b["optimizer"][m]) for m in MOMENTS)]
     return all(x.keys() == y.keys() and all(torch.equal(x[n], y[n]) for n in x) for x, y in pairs)
 
 
 def saved(config, method, state) -> Path:
-    writer = CheckpointWriter(config.drafter.checkpoint_dir, method, "test")
-    writer.save(state)
+    writer = checkpoint_writer(config.drafter.checkpoint_dir, "test")
+    writer.save(snapshot_of(state, method))
     writer.wait(30)
     return checkpoints(config.drafter.checkpoint_dir)[-1]
 
@@ -82,10 +84,10 @@ def test_saving_does_not_wait_and_the_newest_waiting_state_wins(setting, monkeyp
         real(tensors, file)
 
     monkeypatch.setattr(checkpoint, "save_file", slow)
-    writer = CheckpointWriter(config.drafter.checkpoint_dir, method, "test", keep=5)
+    writer = checkpoint_writer(config.drafter.checkpoint_dir, "test", keep=5)
     steps = state["total_steps"]
     for n in (1, 2, 3, 4):
-        writer.save({**state, "total_steps": steps + n})
+        writer.save(snapshot_of({**state, "total_steps": steps + n}, method))
         assert begun.wait(30)
     with pytest.raises(WaitTimeoutError, match="was not written in 0 s"):
         writer.wait(0.05)
@@ -105,8 +107,8 @@ def test_two_slots_may_write_the_same_step_at_once(setting, monkeypatch) -> None
 
     def overtaken(tensors, file):
         monkeypatch.setattr(checkpoint, "save_file", real)
-        other = CheckpointWriter(folder, method, "other")
-        other.save(later)
+        other = checkpoint_writer(folder, "other")
+        other.save(snapshot_of(later, method))
         other.wait(30)
         real(tensors, file)
 
@@ -169,11 +171,11 @@ def test_a_folder_that_cannot_be_written_is_told_by_the_next_call(setting, tmp_p
     _, state = service.snapshot(1)
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
-    writer = CheckpointWriter(blocked, method, "test")
+    writer = checkpoint_writer(blocked, "test")
     before = copy.deepcopy(state)
-    writer.save(state)
+    writer.save(snapshot_of(state, method))
     with pytest.raises(DataError, match=r"could not be written.*make room or set another drafter\.checkpoint_dir"):
         writer.wait(30)
     with pytest.raises(DataError, match="could not be written"):
-        writer.save(state)
+        writer.save(snapshot_of(state, method))
     assert same(state, before)

@@ -1,0 +1,90 @@
+"""What a checkpoint of a run says in plain values, and how checkpoint folders are called.
+
+FOLDER/step-0000000012/manifest.json         what it is; there is none without it
+FOLDER/step-0000000012/state.safetensors     the tensors (services/weights/checkpoint.py)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from services.core.types import HiddenStateChunk
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{10})")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPlan:
+    """Where a run's checkpoints go, an absolute path inside its run folder, and which one it goes on from. Policy
+    versions below `least_version` may have gone out already, with other weights."""
+
+    folder: Path
+    start: Path | None = None
+    least_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """`fingerprint` of the training prompts in their order; `since`: the last step that took prompts of another set.
+    Which prompts a step takes follows from its number, so this is all there is of a cursor."""
+
+    fingerprint: str
+    since: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointNote:
+    """What a checkpoint keeps beside the tensors. `step`: the last one trained on. `drafter_version`: of the drafter
+    served, None without one; `drafter_ahead`: the one that trains has learned more. `buffer`: the chunks that
+    the drafter trainers had to learn from (their data is not kept).
+    `counters`: totals that must not fall back to 0 when a run is resumed."""
+
+    step: int
+    drafter_version: int | None
+    data: DataPosition
+    drafter_ahead: bool = False
+    buffer: tuple[HiddenStateChunk, ...] = ()
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "drafter_version": self.drafter_version,
+            "data": asdict(self.data),
+            "drafter_ahead": self.drafter_ahead,
+            "buffer": [asdict(chunk) for chunk in self.buffer],
+            "counters": dict(self.counters),
+        }
+
+
+def read_note(row: Mapping[str, Any]) -> CheckpointNote:
+    """The note that `as_dict` made; KeyError and TypeError for anything else."""
+    return CheckpointNote(
+        step=row["step"],
+        drafter_version=row["drafter_version"],
+        data=DataPosition(**row["data"]),
+        drafter_ahead=row["drafter_ahead"],
+        buffer=tuple(HiddenStateChunk(**chunk) for chunk in row["buffer"]),
+        counters=row["counters"],
+    )
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:010d}"
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints in `folder`, oldest first; what a killed writer left behind has another name."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(place for place in found if _NAME.fullmatch(place.name) and place.is_dir())
+
+
+def step_of(place: Path) -> int:
+    match = _NAME.fullmatch(place.name)
+    assert match is not None, f"{place} is no checkpoint"
+    return int(match[1])

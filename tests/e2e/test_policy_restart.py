@@ -1,0 +1,110 @@
+"""A real run on Ray actors whose policy trainer is killed: another one goes on from the checkpoint, and the rollout
+servers live on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from deploy.cluster import run_on_ray
+from deploy.resuming import go_back_in, start_of
+from services.core.types import ProgressView
+from services.report.run_folder import RunFolder
+from tests.deploy.tiny_run import make_model_folder, tiny_run
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS, ROLLOUTS = 6, 16
+
+
+@dataclass
+class Killer:
+    """SIGKILLs the policy trainer in the middle of step 4; the last checkpoint is then of step 2."""
+
+    handles: dict[str, Any] = field(default_factory=dict)
+    processes: dict[str, int] = field(default_factory=dict)
+    after: dict[str, int] = field(default_factory=dict)
+
+    def learn(self, handles: dict[str, Any]) -> None:
+        self.handles, self.processes = handles, self._ask(handles)
+
+    def watch(self, view: ProgressView) -> None:
+        if view.step == 4 and view.rollouts_running and not self.after:
+            self.after = {"killed": self.processes["policy"]}
+            os.kill(self.processes["policy"], signal.SIGKILL)
+        if view.phase == "rollout" and view.step == 6 and len(self.after) == 1:
+            self.after |= self._ask({n: h for n, h in self.handles.items() if n.startswith("rollout")})
+
+    def _ask(self, handles: dict[str, Any]) -> dict[str, int]:
+        return {name: ray.get(handle.process_id.remote(), timeout=60) for name, handle in handles.items()}
+
+
+class Watched(RunFolder):
+    killer: Killer
+
+    def progress(self, view: ProgressView) -> None:
+        super().progress(view)
+        self.killer.watch(view)
+
+
+@dataclass
+class Outcome:
+    summary: dict[str, Any]
+    folder: Path
+    killer: Killer
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
+    place: Path = tmp_path_factory.mktemp("run")
+    run = {"dir": str(place / "runs"), "steps": STEPS, "eval_prompts": 4, "compare_prompts": 0, "checkpoint_every": 2}
+    config = tiny_run(
+        make_model_folder(place),
+        place,
+        run=run,
+        policy={"threads": 1, "zero_variance": "keep"},
+        coordinator={"start_timeout_s": 300.0},
+    )
+    folder, killer = Watched(config), Killer()
+    folder.killer = killer
+    start = start_of(config, folder)
+    summary = run_on_ray(config, folder, on_start=killer.learn, start=start, go_back=go_back_in(folder))
+    yield Outcome(summary, folder.path, killer)
+
+
+def test_every_step_is_there_once_with_its_rollouts(outcome: Outcome) -> None:
+    assert outcome.killer.after["killed"] and outcome.summary["status"] == "finished"
+    rows = [r for r in outcome.lines("metrics.jsonl") if r["kind"] == "step"]
+    assert [r["step"] for r in rows] == list(range(1, STEPS + 1))
+    for step in range(1, STEPS + 1):
+        found = pq.read_table(outcome.folder / "rollouts" / f"step_{step:05d}.parquet").to_pylist()
+        assert len({(r["group_id"], r["index"]) for r in found}) == len(found) == ROLLOUTS
+    assert outcome.summary["rollouts"] == STEPS * ROLLOUTS
+
+
+def test_the_loss_and_the_step_gone_on_after_are_told(outcome: Outcome) -> None:
+    told = {e["kind"]: e["message"] for e in outcome.lines("events.jsonl")}
+    assert "since the last checkpoint died with it" in told["policy_lost"]
+    assert "goes on after step 2" in told["policy_replaced"] and "coordinator_returned" in told
+    assert "coordinator_lost" not in told
+
+
+def test_versions_never_go_back_and_no_server_was_restarted(outcome: Outcome) -> None:
+    """A version that went out with other weights must not go out again: a server would take the old for the new."""
+    versions = [r["policy_version"] for r in outcome.lines("metrics.jsonl") if r["kind"] == "step"]
+    assert versions[:2] == [1, 2] and versions[2] > 3 + 1, "step 3 had gone out as version 3"
+    assert versions == sorted(set(versions))
+    for name in ("rollout-0", "rollout-1"):
+        assert outcome.killer.after[name] == outcome.killer.processes[name]
