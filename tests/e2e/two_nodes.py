@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +30,7 @@ HEAD, WORKER, SWITCH = "10.77.0.1", "10.77.0.2", "10.77.0.254"
 GCS = f"{HEAD}:6380"
 DASHBOARD = f"http://{HEAD}:8265"
 TOKEN = "0123456789abcdef0123456789abcdef"
+REDIS_PORT = "6399"
 READY_S = 120.0
 
 # A dead node is found in seconds rather than in a quarter of a minute.
@@ -133,7 +134,8 @@ class Node:
     def start(self) -> None:
         assert self.process is None
         self.starts += 1
-        temp = self.folder / f"{self.name[0]}{self.starts}"  # short: Ray's socket paths have little room
+        temp = self.folder / f"{self.name[0]}{self.starts if self.name != 'head' else ''}"  # sockets want short paths
+        shutil.rmtree(temp, ignore_errors=True)  # a new machine; the head's folder keeps its name in what Redis holds
         command = [
             "unshare", "--pid", "--fork", "--mount-proc", "--kill-child",
             str(BIN / "ray"), "start", *self.arguments, "--temp-dir", str(temp), "--disable-usage-stats", "--block",
@@ -183,26 +185,52 @@ class TwoNodes:
         return int(json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else 0
 
     def wait_for_nodes(self, count: int, timeout_s: float = READY_S) -> None:
-        wait_until(f"a cluster of {count} nodes", lambda: self.alive_nodes() == count, timeout_s)
+        def up() -> bool:
+            assert not self.head.ended() and not self.worker.ended(), self.logs()
+            return self.answers() and self.alive_nodes() == count
+
+        wait_until(f"a cluster of {count} nodes", up, timeout_s)
+
+    def answers(self) -> bool:
+        """Whether the head's port is open; a Ray that connects before that waits for half a minute."""
+        code = f"import socket; socket.create_connection(({HEAD!r}, 6380), 2)"
+        return self.run([sys.executable, "-c", code], 30).returncode == 0
 
     def logs(self) -> str:
         return "\n".join(f"== {f.name}\n{f.read_text()[-3000:]}" for f in sorted(self.folder.glob("*.log")))
 
 
 @contextmanager
-def two_nodes(head_cpus: int = 1, worker_cpus: int = 1, **environment: str) -> Iterator[TwoNodes]:
-    """Both nodes up. The head has two GPUs to believe in, the worker one; its role is rollout, the head's
-    are all."""
+def redis_server(network: Network, folder: Path) -> Iterator[None]:
+    """Beside the switch, so that it outlives every node."""
+    command = ["redis-server", "--port", REDIS_PORT, "--requirepass", TOKEN, "--save", "", "--dir", str(folder)]
+    with open(folder / "redis.log", "wb") as log:
+        process = subprocess.Popen(network.command("switch", command), stdout=log, stderr=log)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+
+
+@contextmanager
+def two_nodes(head_cpus: int = 1, worker_cpus: int = 1, redis: bool = False) -> Iterator[TwoNodes]:
+    """Both nodes up; with `redis` a head that is restarted remembers the cluster. The head has two GPUs to believe in,
+    the worker one; its role is rollout, the head's are all."""
     folder, network = Path(tempfile.mkdtemp(prefix="lt", dir="/tmp")), Network()
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"  # as with an activated virtual environment, or in an image
-    shared = {**FAST_HEALTH, **AUTH, **environment, "PATH": path, "RAY_ADDRESS": GCS}
-    per_node = {name: value for name, value in shared.items() if name != "RAY_ADDRESS"}
+    shared = {**FAST_HEALTH, **AUTH, "PATH": path, "RAY_ADDRESS": GCS, "RAY_API_SERVER_ADDRESS": DASHBOARD}
+    per_node = {name: value for name, value in shared.items() if "ADDRESS" not in name}
+    keeps = (
+        {"RAY_REDIS_ADDRESS": f"{SWITCH}:{REDIS_PORT}", "RAY_external_storage_namespace": "longtail"} if redis else {}
+    )
+    password = ("--redis-password", TOKEN) if redis else ()
     store = ("--object-store-memory", "200000000")
     head = Node(network, "head", (
         "--head", "--node-ip-address", HEAD, "--port", "6380", "--num-cpus", str(head_cpus), "--num-gpus", "2",
         "--labels", "longtail.io/head=true,longtail.io/policy=true,longtail.io/rollout=true",
-        "--dashboard-host", HEAD, "--dashboard-port", "8265", *store,
-    ), per_node, folder)  # fmt: skip
+        "--dashboard-host", HEAD, "--dashboard-port", "8265", *store, *password,
+    ), {**per_node, **keeps}, folder)  # fmt: skip
     worker = Node(network, "worker", (
         "--address", GCS, "--node-ip-address", WORKER, "--num-cpus", str(worker_cpus), "--num-gpus", "1",
         "--labels", "longtail.io/rollout=true", *store,
@@ -210,13 +238,20 @@ def two_nodes(head_cpus: int = 1, worker_cpus: int = 1, **environment: str) -> I
     cluster = TwoNodes(network, head, worker, folder, shared)
     network.make()
     try:
-        head.start()
+        with redis_server(network, folder) if redis else nullcontext():
+            yield from _up(cluster)
+    finally:
+        network.remove()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _up(cluster: TwoNodes) -> Iterator[TwoNodes]:
+    try:
+        cluster.head.start()
         cluster.wait_for_nodes(1)
-        worker.start()
+        cluster.worker.start()
         cluster.wait_for_nodes(2)
         yield cluster
     finally:
-        worker.kill()
-        head.kill()
-        network.remove()
-        shutil.rmtree(folder, ignore_errors=True)
+        cluster.worker.kill()
+        cluster.head.kill()
