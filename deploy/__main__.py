@@ -284,6 +284,19 @@ def doctor(
 
 
 @app.command()
+def why(
+    run: Annotated[str, typer.Argument(metavar="RUN_ID|RUN_DIR", help="A run that is under way.")],
+    address: Annotated[str | None, typer.Option(help="Its Ray, HOST:PORT; default: as the run folder says.")] = None,
+    stacks: Annotated[bool, typer.Option("--stacks", help="Also where each process is (py-spy).")] = False,
+) -> None:
+    """Say what a running run waits for: slots and leases, calls without an answer, versions, pending resources."""
+    with errors_told():
+        from deploy.cli_why import explain
+
+        explain(run, address, stacks)
+
+
+@app.command()
 def submit(
     config: Config,
     settings: Settings = None,

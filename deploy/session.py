@@ -58,6 +58,20 @@ def ray_session(config: ClusterConfig, check: bool = True) -> Iterator[None]:
         end_processes(started)
 
 
+@contextmanager
+def joined(address: str) -> Iterator[None]:
+    """A connection to a Ray that is there already, to look at it. Raises ConfigError."""
+    require_answering(address)
+    try:
+        ray.init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
+    except (ConnectionError, RayError) as error:
+        raise _unreachable(address, str(error).splitlines()[0]) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
 def require_answering(address: str) -> None:
     """Ray itself would try for two minutes. Raises ConfigError; `auto` and `ray://` addresses are left to Ray."""
     if "://" in address or ":" not in address:

@@ -35,6 +35,10 @@ class _Call:
     deadline_s: float
     timeout_s: float
 
+    @property
+    def asked_s(self) -> float:
+        return self.deadline_s - self.timeout_s
+
 
 class Calls:
     """`blobs_lost`: tensors went with a machine, and nobody has made them again yet."""
@@ -46,6 +50,7 @@ class Calls:
         self._calls: list[_Call] = []
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self.blobs_lost = False
+        self._answers: dict[str, float] = {}
 
     def post(
         self,
@@ -68,6 +73,16 @@ class Calls:
 
     def outstanding(self, owner: str) -> int:
         return sum(c.owner == owner for c in self._calls)
+
+    @property
+    def under_way(self) -> tuple[_Call, ...]:
+        """May be read from any thread."""
+        return tuple(self._calls)
+
+    @property
+    def last_answers(self) -> dict[str, float]:
+        """When each owner answered last, whatever it said. May be read from any thread."""
+        return dict(self._answers)
 
     def turn(self, max_wait_s: float = LOOK_S) -> None:
         """Wait until something is ready, due or overdue, at most `max_wait_s`; then deal with all of it.
@@ -123,6 +138,7 @@ class Calls:
             self.blobs_lost = True
             call.gone(str(error))
         else:
+            self._answers[call.owner] = self._clock()
             call.done(answer)
 
     def _overdue(self) -> None:

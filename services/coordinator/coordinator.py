@@ -1,7 +1,7 @@
 """The coordinator: the verbs of the loop over real services, and the run around it.
 
 `Coordinator` wires the small parts of this package together; each verb is a few lines that say who is asked. It runs
-in one thread. `stop` and `latest` may be called from another.
+in one thread. `stop`, `latest` and `diagnosis` may be called from another.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from services.coordinator.assembly import Parts, make_drafting, make_phase
 from services.coordinator.calls import Calls
 from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.comparison import OFF, compare
+from services.coordinator.diagnosis import Diagnosis, diagnose
 from services.coordinator.fleet import Fleet, Patience, Published
 from services.coordinator.leases import LeaseBook
 from services.coordinator.ledger import FinishedGroup
@@ -140,6 +141,9 @@ class Coordinator:
 
     def latest(self) -> ProgressView:
         return self._board.latest
+
+    def diagnosis(self) -> Diagnosis:
+        return diagnose(self._board, self._leases, self._fleet, self._calls, self._clock)
 
     @property
     def published_drafter(self) -> Published | None:

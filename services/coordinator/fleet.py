@@ -75,6 +75,10 @@ class Fleet:
     def ready(self, slot: int) -> bool:
         return slot in self._ready and self._leases.state(slot) in SERVING
 
+    def served(self, slot: int) -> ServedVersions | None:
+        """What the slot's server acknowledged last; None after a loss and before the first load."""
+        return self._served[slot]
+
     def client(self, slot: int) -> RolloutClient:
         return self.servers[slot]
 

@@ -96,10 +96,10 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
         time.sleep(1.0)  # into the rollout phase of the next one
         done = run.steps()
         cluster.network.cut("worker")
-        wait_until("the loss of a slot", lambda: bool(run.subjects("slot_lost")), 60)
+        wait_until("the loss of a slot", lambda: bool(run.subjects("slot_lost")), 120)
         lost = run.subjects("slot_lost")[0]
         cluster.network.heal("worker")
-        cluster.worker.restart_once_ended(60)
+        cluster.worker.restart_once_ended(120)
         wait_until("its return", lambda: lost in run.subjects("slot_returned"), 120)
         job.process.wait(timeout=300)
         assert run.folder is not None
