@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from services.coordinator.diagnosis import Diagnosis
 from services.core.types import ServedVersions
 from tests.services.coordinator.fakes import World, tiny_config
 
@@ -14,20 +15,25 @@ def test_a_server_that_does_not_answer_is_seen_with_call_lease_and_versions() ->
     hang: list[bool] = []
     execute = silent.execute_next
     silent.execute_next = lambda: False if hang else execute()  # type: ignore[method-assign]
-    seen: list[Any] = []
+    seen: list[Diagnosis] = []
+    wait = world.host.wait
+
+    def watched(pending: Any, timeout_s: float) -> Any:
+        """Between two looks of the coordinator, as another thread would ask."""
+        seen.append(world.coordinator.diagnosis())
+        if any(e.kind == "slot_lost" for e in world.observer.events):
+            hang.clear()
+        return wait(pending, timeout_s)
 
     def watch(view: Any) -> None:
         if view.step == 2 and view.phase == "rollout" and view.rollouts_running:
             hang.append(True)
-        if hang:
-            seen.append(world.coordinator.diagnosis())
-        if any(e.kind == "slot_lost" for e in world.observer.events):
-            hang.clear()
 
+    world.host.wait = watched  # type: ignore[method-assign]
     world.observer.watch = watch
     world.coordinator.run()
 
-    stuck = [d for d in seen if d.slots[1].state != "lost" and d.silent_s["rollout-1"] > 1.0][-1]
+    stuck = [d for d in seen if d.slots[1].state != "lost" and d.silent_s.get("rollout-1", 0.0) > 1.0][-1]
     assert (stuck.phase, stuck.step, stuck.num_steps) == ("rollout", 2, 3)
     call = next(c for c in stuck.asked if c.owner == "rollout-1")
     assert call.what.startswith("rollout-1.") and call.waited_s > 1.0 and call.allowed_s == 20.0
