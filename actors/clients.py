@@ -19,8 +19,10 @@ from services.core.control import refuse_tensors
 from services.core.errors import BlobLostError, LongtailError, ServiceLostError, WaitTimeoutError
 from services.core.protocols import Blob, Pending
 from services.core.types import GroupWork, HiddenStateChunk, Prompt, Rollout, TrainBatch
+from services.weights.rendezvous import Invitation, Offer
 
 CONTROL = "control"  # the concurrency group of calls that overtake
+TRANSFERS = "transfers"  # that of the policy trainer's calls that hand out what is published, while it trains
 
 
 class RayCall:
@@ -165,6 +167,12 @@ class RayDrafterClient(_Client):
 
 
 class RayPolicyClient(_Client):
+    """`offers`: servers fetch a published policy themselves (`weights.transport: collective`)."""
+
+    def __init__(self, name: str, handle: Any, offers: bool = False) -> None:
+        super().__init__(name, handle)
+        self._offers = offers
+
     def train_step(self, batch: TrainBatch) -> tuple[Pending[Any], Pending[Any], Blob]:
         refuse_tensors(batch, f"{self.name}.train_step")
         report, chunk, blob = self._refs("train_step", 3, batch)
@@ -173,8 +181,23 @@ class RayPolicyClient(_Client):
     def steps_done(self) -> RayCall:
         return self._control("steps_done")
 
-    def publish(self) -> tuple[Pending[int], Blob]:
-        return self._with_blob("publish")
+    def publish(self) -> tuple[Pending[int], Blob, Blob]:
+        if self._offers:
+            version, offer, head = self._refs("offer", 3)
+            return RayCall(version, self.name, "offer"), Blob(offer), Blob(head)
+        pending, weights = self._with_blob("publish")
+        return pending, weights, weights
+
+    def copy_of(self, version: int) -> tuple[Pending[int], Blob]:
+        method = self._handle.copy_of.options(num_returns=2, concurrency_group=TRANSFERS)
+        answer, blob = method.remote(version)
+        return RayCall(answer, self.name, "copy_of"), Blob(blob)
+
+
+def ask_for_transfer(offer: Offer, invitation: Invitation) -> RayCall:
+    """A rollout server's call to the policy trainer, in the trainer's threads for that."""
+    method = offer.sender.send.options(concurrency_group=TRANSFERS)
+    return RayCall(method.remote(offer.version, invitation), "policy", "send")
 
     def restored(self) -> tuple[Pending[CheckpointNote | None], Blob, Blob]:
         note, live, served = self._refs("restored", 3)

@@ -57,7 +57,7 @@ def ray_services(config: ClusterConfig, handles: Mapping[str, Any]) -> Services:
     return Services(
         rollout=[RayRolloutClient(f"rollout-{slot}", handles[f"rollout-{slot}"]) for slot in slots],
         drafters=drafters,
-        policy=RayPolicyClient("policy", handles["policy"]),
+        policy=RayPolicyClient("policy", handles["policy"], config.weights.transport == "collective"),
         reward=RayRewardClient("reward", handles["reward"]),
         waiter=RayWaiter(),
         initial_drafter=initial,

@@ -6,6 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ray
+
+from actors.clients import RayWaiter, ask_for_transfer
 from actors.energy import GpuSeat, own_seat
 from services.config.schema import ClusterConfig
 from services.core.types import (
@@ -18,11 +21,16 @@ from services.core.types import (
 )
 from services.models.hidden import HiddenStates
 from services.rollout.service import build_rollout_service
+from services.weights.receive import build_inbox
+from services.weights.rendezvous import Offer
 
 
 class RolloutActor:
     def __init__(self, config: ClusterConfig, slot: int) -> None:
         self._service = build_rollout_service(config, slot)
+        self._inbox = build_inbox(
+            config, f"rollout-{slot}", ray.util.get_node_ip_address(), ask_for_transfer, RayWaiter()
+        )
 
     def process_id(self) -> int:
         return os.getpid()
@@ -42,8 +50,10 @@ class RolloutActor:
     def advance(self, budget_s: float, epoch: int) -> ServerReport:
         return self._service.advance(budget_s, epoch)
 
-    def load_policy(self, version: int, tensors: Mapping[str, Any], epoch: int) -> ServedVersions:
-        return self._service.load_policy(version, tensors, epoch)
+    def load_policy(self, version: int, weights: Mapping[str, Any] | Offer, epoch: int) -> ServedVersions:
+        if isinstance(weights, Offer):
+            return self._service.receive_policy(version, self._inbox.open(weights), epoch)
+        return self._service.load_policy(version, weights, epoch)
 
     def load_drafter(self, version: int, tensors: Mapping[str, Any], epoch: int) -> ServedVersions:
         return self._service.load_drafter(version, tensors, epoch)

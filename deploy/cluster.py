@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from actors.clients import CONTROL
+from actors.clients import CONTROL, TRANSFERS
 from actors.coordinator import CoordinatorActor
 from actors.drafter import DrafterActor
 from actors.policy import PolicyActor
@@ -125,7 +125,7 @@ def _start(plan: ActorPlan, config: ClusterConfig, start: Start, group: Any, len
     arguments: list[Any] = [config] if plan.slot is None else [config, plan.slot]
     if plan.kind == "policy":
         arguments.append(start.checkpoints)
-    return remote_class(plan.kind).options(**options).remote(*arguments)
+    return remote_class(plan.kind, config.rollout.num_servers).options(**options).remote(*arguments)
 
 
 def _start_coordinator(
@@ -169,9 +169,12 @@ def _replaced(
     return coordinator
 
 
-def remote_class(kind: str) -> Any:
-    """Calls in the group CONTROL run in a thread of their own: an `interrupt` overtakes the `train` it is meant for."""
-    made = ray.remote(concurrency_groups={CONTROL: 1}) if kind == "drafter" else ray.remote
+def remote_class(kind: str, num_servers: int = 1) -> Any:
+    """Calls in a concurrency group run beside the others: an `interrupt` overtakes the `train` it is meant for, and the
+    policy trainer hands out what it published while it trains. One thread for each server, so that one that is silent
+    keeps no other from its weights, and one for a copy."""
+    groups = {"drafter": {CONTROL: 1}, "policy": {TRANSFERS: num_servers + 1}}.get(kind)
+    made = ray.remote(concurrency_groups=groups) if groups else ray.remote
     return made(KINDS[kind])
 
 

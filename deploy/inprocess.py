@@ -242,8 +242,14 @@ class LocalPolicyClient(_Client):
     def steps_done(self) -> LocalCall:
         return self._service.run("steps_done", lambda s: s.steps_done)
 
-    def publish(self) -> tuple[Pending[int], Blob]:
+    def publish(self) -> tuple[Pending[int], Blob, Blob]:
         call = self._service.call("publish")
+        weights = Blob(_Part(call, 1))
+        return _Part(call, 0), weights, weights
+
+    def copy_of(self, version: int) -> tuple[Pending[int], Blob]:
+        """Of an offer; nothing is offered in one process."""
+        call = self._service.call("copy_of", version)
         return _Part(call, 0), Blob(_Part(call, 1))
 
     def restored(self) -> tuple[Pending[CheckpointNote | None], Blob, Blob]:

@@ -14,6 +14,9 @@ from services.config.schema import ClusterConfig, NativeEngine
 HEAD, ROLLOUT, POLICY = "head", "rollout", "policy"  # roles of Ray nodes
 ROLES = {"rollout": ROLLOUT, "drafter": ROLLOUT, "policy": POLICY, "reward": HEAD}  # where each kind of actor belongs
 
+HEAD, ROLLOUT, POLICY = "head", "rollout", "policy"  # roles of Ray nodes
+ROLES = {"rollout": ROLLOUT, "drafter": ROLLOUT, "policy": POLICY, "reward": HEAD}  # where each kind of actor belongs
+
 
 @dataclass(frozen=True, slots=True)
 class ActorPlan:

@@ -15,6 +15,7 @@ from services.config.engine_args import engine_arg_problems
 from services.config.section import Section
 from services.config.speculation import SpeculationConfig
 from services.config.warmup import WarmupConfig
+from services.config.weights import WeightsConfig
 
 
 class ModelConfig(Section):
@@ -206,6 +207,7 @@ class ClusterConfig(Section):
     reward: RewardConfig = RewardConfig()
     policy: PolicyConfig = PolicyConfig()
     drafter: DrafterConfig = DrafterConfig()
+    weights: WeightsConfig = WeightsConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
     placement: PlacementConfig = PlacementConfig()
     run: RunConfig = RunConfig()
@@ -219,7 +221,7 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> ClusterConfig:
         problems = [*self._engine_problems(), *self._training_problems(), *self._placement_problems()]
-        problems += self._states_problems()
+        problems += [*self._states_problems(), *self._weights_problems()]
         if problems:
             raise ValueError("\n".join(problems))  # one a line: the loader tells each by itself
         return self
@@ -293,6 +295,22 @@ class ClusterConfig(Section):
             yield (
                 f"drafter.states: engine: an engine with an {self.drafter.method} drafter keeps the states of the aux "
                 "layers without the last one, which the drafter is trained towards: set drafter.states: policy"
+            )
+
+    def _weights_problems(self) -> Iterator[str]:
+        weights, lease_s = self.weights, self.coordinator.lease_s
+        if weights.transport == "object_store":
+            return
+        if self.placement.mode == "local":
+            yield (
+                "weights.transport: collective connects processes, and placement.mode: local has one: set "
+                "weights.transport: object_store"
+            )
+        slowest = max(weights.connect_timeout_s, weights.part_timeout_s)
+        if slowest >= lease_s:
+            yield (
+                f"coordinator.lease_s {lease_s:g} ends before a stuck transfer does ({slowest:g} s): lower "
+                "weights.connect_timeout_s and weights.part_timeout_s, or raise lease_s"
             )
 
     def _training_problems(self) -> Iterator[str]:

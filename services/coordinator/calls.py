@@ -1,7 +1,8 @@
 """Calls under way: everything the coordinator has asked for and not heard back about, in one place.
 
 Each call has an owner (the service's name), a time-out, and continuations: `done` with the answer; `lost` when the
-callee died, was replaced, or stayed silent; `gone` when the callee is well, but tensors that it was to get are lost.
+callee died, was replaced, or stayed silent; `gone` when the callee is well, but tensors that it was to get are lost;
+`untransferred` when weights did not come over a direct connection. Without one of the latter two, that is a loss.
 `turn` is the coordinator's heartbeat: it waits for anything to become ready and runs the continuations, one at a time,
 in the coordinator's only thread.
 """
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from services.core.errors import BlobLostError, ServiceLostError, StaleEpochError
+from services.core.errors import BlobLostError, ServiceLostError, StaleEpochError, TransferError
 from services.core.protocols import Clock, Pending, Waiter
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ class _Call:
     gone: Lost
     deadline_s: float
     timeout_s: float
+    untransferred: Lost
 
     @property
     def asked_s(self) -> float:
@@ -59,10 +61,10 @@ class Calls:
         done: Callable[[T], None],
         lost: Lost,
         timeout_s: float,
+        untransferred: Lost | None = None,
         gone: Lost | None = None,
     ) -> None:
-        """Without `gone`, lost tensors are `lost` too."""
-        self._post(owner, pending, done, lost, timeout_s, gone or lost)
+        self._post(owner, pending, done, lost, timeout_s, untransferred, gone)
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._timers.append((self._clock() + delay_s, action))
@@ -107,7 +109,7 @@ class Calls:
         answers: list[T] = []
         losses: list[str] = []
         gone: list[str] = []
-        call = self._post(owner, pending, answers.append, losses.append, timeout_s, gone.append)
+        call = self._post(owner, pending, answers.append, losses.append, timeout_s, gone=gone.append)
         while not (answers or losses or gone):
             if call not in self._calls:  # dropped: another call found the owner lost
                 losses.append("it died meanwhile")
@@ -120,9 +122,17 @@ class Calls:
         return answers[0]
 
     def _post(
-        self, owner: str, pending: Pending[Any], done: Callable[[Any], None], lost: Lost, timeout_s: float, gone: Lost
+        self,
+        owner: str,
+        pending: Pending[Any],
+        done: Callable[[Any], None],
+        lost: Lost,
+        timeout_s: float,
+        untransferred: Lost | None = None,
+        gone: Lost | None = None,
     ) -> _Call:
-        call = _Call(owner, pending, done, lost, gone, self._clock() + timeout_s, timeout_s)
+        deadline_s = self._clock() + timeout_s
+        call = _Call(owner, pending, done, lost, gone or lost, deadline_s, timeout_s, untransferred or lost)
         self._calls.append(call)
         return call
 
@@ -134,6 +144,8 @@ class Calls:
         except StaleEpochError as error:
             # The service was restarted between two calls and knows nothing of its lease: its work is gone too.
             call.lost(f"restarted without its work ({error})")
+        except TransferError as error:
+            call.untransferred(str(error))
         except BlobLostError as error:
             self.blobs_lost = True
             call.gone(str(error))

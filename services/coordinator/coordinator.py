@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from services.config.naming import strategy_name
@@ -221,10 +222,11 @@ class Coordinator:
     def publish_policy(self) -> None:
         self._board.enter("publish")
         with self._timed("publish"):
-            pending, blob = self._services.policy.publish()
+            policy = self._services.policy
+            pending, blob, head = policy.publish()
             version = self._ask_policy(pending)
-        self._fleet.policy = Published(version, blob)
-        self._trainers.adopt_head(self._fleet.policy)
+        self._fleet.policy = Published(version, blob, partial(policy.copy_of, version))
+        self._trainers.adopt_head(Published(version, head))
         self._summary.policy_version = self._board.policy_version = version
 
     def publish_drafter(self) -> None:

@@ -26,8 +26,12 @@ GONE_PAUSE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Published:
+    """`copy`, of a policy: asks the policy trainer for the weights themselves, when `blob` is an offer of them that a
+    server could not redeem."""
+
     version: int
     blob: Blob
+    copy: Callable[[], tuple[Pending[int], Blob]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,14 +234,20 @@ class Fleet:
     # ------------------------------------------------------------------ acknowledgements
 
     def _post(self, slot: int, pending: Pending[Any], done: Callable[[Any], None]) -> None:
-        name = self.servers[slot].name
-        self._calls.post(name, pending, done, lambda reason: self.lose(slot, reason), self._patience.call_s)
-
-    def _post_load(self, slot: int, pending: Pending[Any], done: Callable[[Any], None]) -> None:
-        """Weights that are lost leave the server as it is, not ready: whoever opens servers publishes them again."""
-        client = self.servers[slot]
         lost = partial(self.lose, slot)
-        self._calls.post(client.name, pending, done, lost, self._patience.call_s, partial(self._unloaded, slot))
+        self._calls.post(self.servers[slot].name, pending, done, lost, self._patience.call_s)
+
+    def _post_load(
+        self,
+        slot: int,
+        pending: Pending[Any],
+        done: Callable[[Any], None],
+        untransferred: Callable[[str], None] | None,
+    ) -> None:
+        """Weights that are lost leave the server as it is, not ready: whoever opens servers publishes them again."""
+        lost, gone = partial(self.lose, slot), partial(self._unloaded, slot)
+        name, call_s = self.servers[slot].name, self._patience.call_s
+        self._calls.post(name, pending, done, lost, call_s, untransferred, gone)
 
     def _unloaded(self, slot: int, reason: str) -> None:
         self._calls.drop(self.servers[slot].name)
@@ -247,26 +257,53 @@ class Fleet:
     def _heard(self, slot: int, epoch: int) -> None:
         self._leases.renew(slot, epoch, self._clock())
 
-    def _adopted(self, slot: int, epoch: int, has: ServedVersions) -> None:
-        """The server holds the epoch and says what it serves: send what it lacks, and wait for the last answer."""
+    def _adopted(self, slot: int, epoch: int, has: ServedVersions, copy: Blob | None = None) -> None:
+        """The server holds the epoch and says what it serves: send what it lacks, and wait for the last answer. `copy`:
+        the policy's weights, where their offer was of no use."""
         self._heard(slot, epoch)
         client, last = self.servers[slot], self._served[slot]
         if last is not None and has != last:
             self._tell("server_restarted", client.name, f"it serves {_say(has)} where it had {_say(last)}")
         loads: list[Pending[ServedVersions]] = []
         if self.policy is not None and has.policy != self.policy.version:
-            loads.append(client.load_policy(self.policy.version, self.policy.blob, epoch))
+            loads.append(client.load_policy(self.policy.version, self.policy.blob if copy is None else copy, epoch))
         if self.drafter is not None and has.drafter != self.drafter.version:
             loads.append(client.load_drafter(self.drafter.version, self.drafter.blob, epoch))
+        failed = partial(self._untransferred, slot, epoch, has) if copy is None else None
         for pending in loads[:-1]:
-            self._post_load(slot, pending, lambda _: self._heard(slot, epoch))
+            self._post_load(slot, pending, lambda _: self._heard(slot, epoch), failed)
         versions = loads[-1:]
         strategy = client.set_strategy(self.forced, epoch)
         if versions:
             self._post(slot, strategy, lambda _: self._heard(slot, epoch))
-            self._post_load(slot, versions[0], lambda answer: self._opened(slot, epoch, answer))
+            self._post_load(slot, versions[0], lambda answer: self._opened(slot, epoch, answer), failed)
         else:
             self._post(slot, strategy, lambda _: self._opened(slot, epoch, has))
+
+    def _untransferred(self, slot: int, epoch: int, has: ServedVersions, reason: str) -> None:
+        """The policy did not reach the server over a direct connection. It gets a copy through the object store, so
+        that the run goes on where no connection works; the next version tries again."""
+        self._heard(slot, epoch)
+        name, policy = self.servers[slot].name, self.policy
+        self._calls.drop(name)  # what follows a failed load in its queue answers with the old version
+        self._tell("transfer_failed", name, f"{reason}; the policy goes to {name} through the object store")
+        assert policy is not None and policy.copy is not None, "only an offer fails like that"
+        pending, copy = policy.copy()
+
+        def made(_: int) -> None:
+            if self._leases[slot].epoch == epoch and self._leases.state(slot) in SERVING:
+                self._heard(slot, epoch)
+                self._adopted(slot, epoch, has, copy)
+
+        def no_copy(reason: str) -> None:
+            message = f"{reason}; the policy's weights died with it: start the run again"
+            self._tell("policy_lost", "policy", message)
+            raise ServiceLostError("policy", message)
+
+        def superseded(reason: str) -> None:
+            self.lose(slot, reason)
+
+        self._calls.post("policy", pending, made, no_copy, self._patience.call_s, superseded)
 
     def _opened(self, slot: int, epoch: int, versions: ServedVersions) -> None:
         self._heard(slot, epoch)

@@ -88,7 +88,7 @@ class Trainers:
         """`done` with the answer; whoever does not answer is lost. `gone` when the tensors in the question are."""
         name = self.clients[slot].name
         lost = partial(self.lose, slot)
-        self._calls.post(name, pending, _quiet(done), lost, self._patience.call_s, gone)
+        self._calls.post(name, pending, _quiet(done), lost, self._patience.call_s, gone=gone)
 
     def ask(self, slot: int, pending: Pending[T]) -> T | None:
         """The answer, other calls going on meanwhile; None when the trainer is lost, or the tensors in the question."""

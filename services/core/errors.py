@@ -32,6 +32,11 @@ class WeightError(LongtailError):
     """A weight load was refused (nothing matched, wrong shape, not finite); the receiver keeps what it had."""
 
 
+class TransferError(LongtailError):
+    """Weights did not come over a direct connection (peer lost, time-out, superseded). What had not arrived was not
+    loaded; a receiver says by its versions what it has, and the same weights can be had another way."""
+
+
 class BatchError(LongtailError):
     """A trainer was handed rollouts, rewards or hidden states it must not learn from (misaligned, NaN, wrong size)."""
 

@@ -141,8 +141,14 @@ class PolicyClient(Protocol):
     def steps_done(self) -> Pending[int]:
         """The last step that was trained on."""
 
-    def publish(self) -> tuple[Pending[int], Blob]:
-        """(policy_version, weights)."""
+    def publish(self) -> tuple[Pending[int], Blob, Blob]:
+        """(policy_version, weights for RolloutClient.load_policy, weights for DrafterClient.load_target_head). The
+        first may be an offer that servers redeem themselves (`weights.transport: collective`); TransferError says
+        that one could not."""
+
+    def copy_of(self, version: int) -> tuple[Pending[int], Blob]:
+        """(version, weights) of the published version, for a server that could not redeem its offer. Answers also while
+        the policy is trained; TransferError when `version` is superseded."""
 
     def restored(self) -> tuple[Pending[CheckpointNote | None], Blob, Blob]:
         """(note, live, served): what the checkpoint said that the trainer went on from, and the drafter's two training

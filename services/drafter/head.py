@@ -12,9 +12,7 @@ from torch import Tensor
 
 from services.core.errors import DataError
 from services.models.layers import ModelSpec
-from services.models.target import check_tensors
-
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+from services.models.target import EMBED, HEAD, check_tensors
 
 
 @dataclass(frozen=True)

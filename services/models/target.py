@@ -16,6 +16,8 @@ from services.core.errors import WeightError
 from services.models.kv import KVStore
 from services.models.layers import LayerWeights, ModelSpec, RopeTable, decoder_layer, layer_weights, rms_norm
 
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 @dataclass(frozen=True)
 class TargetWeights:
@@ -63,17 +65,20 @@ def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[in
 
 def check_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], what: str) -> None:
     """The part of `check_tensors` that does not read the numbers."""
-    missing, extra = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
+    check_names({name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected, what)
+
+
+def check_names(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], what: str) -> None:
+    """`check_shapes` of weights that are known by name and shape only."""
+    missing, extra = expected.keys() - shapes.keys(), shapes.keys() - expected.keys()
     if missing or extra:
         raise WeightError(
             f"{what} load refused, nothing changed: {len(expected) - len(missing)} of {len(expected)} tensors match; "
             f"missing {sorted(missing)[:3]}, not wanted {sorted(extra)[:3]}"
         )
     for name, shape in expected.items():
-        if tuple(tensors[name].shape) != shape:
-            raise WeightError(
-                f"{what} load refused, nothing changed: {name} is {tuple(tensors[name].shape)}, expected {shape}"
-            )
+        if shapes[name] != shape:
+            raise WeightError(f"{what} load refused, nothing changed: {name} is {shapes[name]}, expected {shape}")
 
 
 class TargetModel:

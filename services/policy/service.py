@@ -48,6 +48,10 @@ class PolicyService:
         return self._trainer.version
 
     @property
+    def device(self) -> torch.device:
+        return self._trainer.device
+
+    @property
     def steps_done(self) -> int:
         """The last step whose rollouts were trained on, also when they had no signal and the version stayed."""
         return self._last_step
@@ -63,12 +67,12 @@ class PolicyService:
         return step.report, step.chunk, step.hidden
 
     @torch.no_grad()
-    def publish(self) -> tuple[int, dict[str, Tensor]]:
-        """(policy_version, copies of all weights on the CPU by Hugging Face name); a tied LM head is left out."""
+    def publish(self, device: torch.device | str = "cpu") -> tuple[int, dict[str, Tensor]]:
+        """(policy_version, copies of all weights on `device` by Hugging Face name); a tied LM head is left out."""
         state = self._trainer.model.state_dict()
         tied = {"lm_head.weight"} if self._spec.tied else set()
         tensors = {
-            name: t.detach().to("cpu", self._publish_dtype, copy=True) for name, t in state.items() if name not in tied
+            name: t.detach().to(device, self._publish_dtype, copy=True) for name, t in state.items() if name not in tied
         }
         # A diverged policy must not reach the engines: refused here, they keep the version they serve.
         check_tensors(tensors, target_names(self._spec), "policy")

@@ -41,12 +41,10 @@ class RunHistory:
 
 
 def recorded_step(run_dir: Path) -> int:
-    """The last step of which, as of every one before, both the line and the rollouts are there."""
+    """The last step of which both the line and the rollouts are there. They are written in order; a step may be missing
+    in between when the coordinator died before it could tell."""
     known = {row["step"] for row in read_lines(run_dir / METRICS)[0] if row.get("kind") == "step"}
-    step = 0
-    while step + 1 in known and rollouts_path(run_dir / ROLLOUTS, step + 1).is_file():
-        step += 1
-    return step
+    return max((step for step in known if rollouts_path(run_dir / ROLLOUTS, step).is_file()), default=0)
 
 
 def rewind(run_dir: Path, step: int) -> RunHistory:

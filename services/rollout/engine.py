@@ -10,6 +10,7 @@ from torch import Tensor
 from services.core.types import GroupWork, Rollout, RunningRequest, ServedVersions
 from services.rollout.request import Withdrawn
 from services.speculation.strategy import DraftStrategy
+from services.weights.parts import Incoming
 
 
 class RolloutEngine(Protocol):
@@ -57,6 +58,9 @@ class RolloutEngine(Protocol):
         """Drop everything waiting and running; returns the dropped rollout ids."""
 
     def load_policy(self, version: int, tensors: Mapping[str, Tensor]) -> None: ...
+
+    def receive_policy(self, version: int, incoming: Incoming) -> None:
+        """`load_policy` of weights that are still on their way; TransferError when they do not come."""
 
     def load_drafter(self, version: int, tensors: Mapping[str, Tensor]) -> None: ...
 

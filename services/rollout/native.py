@@ -19,7 +19,7 @@ from services.core.errors import RequestError, WeightError
 from services.core.protocols import Clock
 from services.core.types import FinishReason, GroupWork, Rollout, RunningRequest, ServedVersions
 from services.models.sampling import SamplingTensors, check_sampling, process_logits, sampling_tensors, uniforms
-from services.models.target import TargetModel
+from services.models.target import TargetModel, check_names, target_names
 from services.rollout.eagle import CATCH_UP_CHUNK, EagleDrafting
 from services.rollout.request import Request, Withdrawn, check_fits, continued_seed, note_version, take_out
 from services.rollout.rows import Rows, tail_mask, tail_table
@@ -30,6 +30,7 @@ from services.speculation.strategy import OFF, DraftStrategy
 from services.speculation.suffix_index import SuffixIndex
 from services.speculation.tree import TreeShape, tree_shape
 from services.speculation.verify import Verified, verify_chain, verify_tree
+from services.weights.parts import Incoming
 
 ROOT_ONLY = TreeShape((-1,))
 
@@ -157,6 +158,12 @@ class NativeEngine:
         for row, request in enumerate(self._requests):
             self._rows.prefill(row)
             note_version(request.policy_versions, version)
+
+    def receive_policy(self, version: int, incoming: Incoming) -> None:
+        """All of it comes before any of it is loaded."""
+        self._refuse_backwards("policy", version, self._policy_version)
+        check_names(incoming.shapes, target_names(self._target.spec), "policy")
+        self.load_policy(version, dict(pair for part in incoming.parts() for pair in part))
 
     def load_drafter(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         self._refuse_backwards("drafter", version, self._drafter_version)

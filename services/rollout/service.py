@@ -35,6 +35,7 @@ from services.rollout.sglang.engine import SGLangEngine
 from services.speculation.selector import make_selector
 from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 from services.speculation.suffix_index import SuffixIndex
+from services.weights.parts import Incoming
 
 
 class RolloutService:
@@ -115,6 +116,15 @@ class RolloutService:
     def load_policy(self, version: int, tensors: Mapping[str, Tensor], epoch: int) -> ServedVersions:
         self._check(epoch)
         self._engine.load_policy(version, tensors)
+        return self._engine.versions
+
+    def receive_policy(self, version: int, incoming: Incoming, epoch: int) -> ServedVersions:
+        """`load_policy` of weights that are still on their way. Raises TransferError when they do not come."""
+        self._check(epoch)
+        try:
+            self._engine.receive_policy(version, incoming)
+        finally:
+            incoming.close()
         return self._engine.versions
 
     def load_drafter(self, version: int, tensors: Mapping[str, Tensor], epoch: int) -> ServedVersions:

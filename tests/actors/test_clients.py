@@ -116,7 +116,8 @@ def test_a_withdrawn_rollout_crosses_unchanged_and_goes_on_in_work(handle: Any) 
 
 def test_tensors_travel_by_reference_and_outlive_their_maker(handle: Any) -> None:
     maker = ray.remote(Server).options(num_cpus=0).remote()
-    version, blob = RayPolicyClient("policy", maker).publish()
+    version, blob, head = RayPolicyClient("policy", maker).publish()
+    assert head is blob
     assert version.result(30) == 7
     ray.kill(maker)
     assert RayRolloutClient("rollout-0", handle).load_policy(7, blob, 1).result(30) == ServedVersions(7, None)

@@ -19,11 +19,14 @@ SKIP = reason_to_skip("redis-server")
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
-    pytest.mark.timeout(580),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(SKIP is not None, reason=str(SKIP)),
 ]
 SUBMIT = [sys.executable, "-m", "deploy", "submit", "pocket-tiny"]
-PLACE = ("placement.gpus_per_slot=1", "placement.policy_gpus=1", "coordinator.start_timeout_s=150")
+PLACE = (
+    "placement.role_labels=true", "placement.strategy=STRICT_SPREAD", "placement.address=auto",
+    "placement.gpus_per_slot=1", "placement.policy_gpus=1", "coordinator.start_timeout_s=200",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +65,10 @@ def test_a_head_that_is_killed_and_restarted_costs_the_run_nothing_but_time(clus
             cwd=ROOT, env={**os.environ, **cluster.environment}, stdout=out, stderr=out,
         )  # fmt: skip
     run = WatchedRun(tmp_path / "lasting", lambda: process.poll() is None, log)
-    wait_until("three steps", lambda: run.steps() >= 3, 200)
+    try:
+        wait_until("three steps", lambda: run.steps() >= 3, 300)
+    except TimeoutError as error:
+        raise AssertionError(f"{error}: {log.read_text()}") from error
     cluster.head.kill()
     cluster.head.start()
     assert process.wait(timeout=400) == 0, log.read_text() + cluster.logs()

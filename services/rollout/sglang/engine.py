@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from services.core.errors import ConfigError, RequestError, WeightError
+from services.core.errors import ConfigError, RequestError, TransferError, WeightError
 from services.core.protocols import Clock
 from services.core.types import (
     AcceptanceStats,
@@ -26,13 +26,14 @@ from services.core.types import (
     ServedVersions,
 )
 from services.models.hidden import HiddenStates
-from services.models.target import check_shapes
+from services.models.target import check_names, check_shapes
 from services.rollout.request import RequestLife, Withdrawn, check_fits, continued_seed
 from services.rollout.sglang.acceptance import acceptance_stats
 from services.rollout.sglang.handle import EngineHandle, Kind, Update
 from services.rollout.sglang.states import assemble
 from services.rollout.stops import Emission, emit, response_text
 from services.speculation.strategy import DraftStrategy
+from services.weights.parts import Incoming
 
 Decode = Callable[[Sequence[int]], str]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -305,16 +306,29 @@ class SGLangEngine:
 
     def _load(self, kind: Kind, version: int, tensors: Mapping[str, Tensor], served: int | None) -> None:
         """All or nothing. The zeros go along with every drafter: left out, SGLang's random start values would stay."""
+        self._check_order(kind, version, served)
+        check_shapes(tensors, self._limits.shapes[kind], kind)
+        if kind == "drafter":
+            tensors = {**tensors, **{n: torch.zeros(shape) for n, shape in self._limits.drafter_zeros.items()}}
+        self._hand_over(kind, version, lambda: self._handle.load(kind, version, tensors))
+
+    def receive_policy(self, version: int, incoming: Incoming) -> None:
+        """Part by part, so that no more than one lies beside the model: what fails behind the first leaves a torn
+        version, which the engine tells and only a further load mends."""
+        self._check_order("policy", version, self._versions.policy)
+        check_names(incoming.shapes, self._limits.shapes["policy"], "policy")
+        self._hand_over("policy", version, lambda: self._handle.receive(version, incoming))
+
+    def _check_order(self, kind: Kind, version: int, served: int | None) -> None:
         if self._released:
             raise WeightError(f"{kind} version {version} cannot be loaded: the memory is released, resume it first")
         if served is not None and version < served:
             raise WeightError(f"{kind} version {version} is older than the served {served}; nothing was loaded")
-        check_shapes(tensors, self._limits.shapes[kind], kind)
-        if kind == "drafter":
-            tensors = {**tensors, **{n: torch.zeros(shape) for n, shape in self._limits.drafter_zeros.items()}}
+
+    def _hand_over(self, kind: Kind, version: int, load: Callable[[], None]) -> None:
         try:
-            self._handle.load(kind, version, tensors)
-        except WeightError:
+            load()
+        except (WeightError, TransferError):
             self._adopt(self._handle.served())  # of a version in several parts, some may be in place
             raise
         self._adopt(self._handle.served())

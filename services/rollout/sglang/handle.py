@@ -13,6 +13,7 @@ from torch import Tensor
 
 from services.core.types import SamplingParams, ServedVersions
 from services.rollout.sglang.captured import CapturedStates
+from services.weights.parts import Incoming
 
 Kind = Literal["policy", "drafter"]
 
@@ -53,6 +54,10 @@ class EngineHandle(Protocol):
         """Adopt a version in place; running requests are held meanwhile and go on afterwards, whatever happens.
         WeightError when the engine refuses: a version in one part changed nothing, of one in several parts
         some may be in place, and `served` says so."""
+
+    def receive(self, version: int, incoming: Incoming) -> None:
+        """`load` of a policy that is still on its way: requests are held from its first part on. TransferError when it
+        does not come; after its first part some may be in place then, and `served` says so."""
 
     def switch_memory(self, release: bool) -> None:
         """Give up the GPU memory of KV cache and weights (kept in host memory), or take it back; nothing may run."""

@@ -16,6 +16,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from importlib.metadata import entry_points
+from itertools import chain
 from typing import Any, TypeVar
 
 import psutil
@@ -37,6 +38,7 @@ from services.rollout.sglang.plugin import (
     STATE_KEY,
     TAKE_STATES,
 )
+from services.weights.parts import Incoming, NamedTensors
 
 PROGRESS_S = 15.0
 T = TypeVar("T")
@@ -134,9 +136,16 @@ class SGLangHandle:
     # -- weights
 
     def load(self, kind: Kind, version: int, tensors: Mapping[str, Tensor]) -> None:
-        self._call(self._load(kind, version, tensors), f"loading {kind} version {version}")
+        parts = serve_parts(tensors, self._part_bytes)
+        self._call(self._load(kind, version, iter(parts), len(parts)), f"loading {kind} version {version}")
 
-    async def _load(self, kind: Kind, version: int, tensors: Mapping[str, Tensor]) -> None:
+    def receive(self, version: int, incoming: Incoming) -> None:
+        parts = incoming.parts()
+        begun = chain(iter([next(parts)]), parts)  # nothing is held as long as nothing comes
+        work = self._load("policy", version, begun, incoming.num_parts)
+        self._call(work, f"loading policy version {version}")
+
+    async def _load(self, kind: Kind, version: int, parts: Iterator[NamedTensors], count: int) -> None:
         """A policy retracts what runs (keys and values are computed anew), a drafter only holds it for the moment. Also
         when nothing runs as far as this side knows: a last batch under way would make SGLang's flush fail."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
@@ -144,34 +153,34 @@ class SGLangHandle:
         mode = "retract" if kind == "policy" else "in_place"
         try:
             await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
-            await self._send(kind, version, tensors)
+            for i in range(count):
+                # In a thread, because it may still be on its way; without a name, because a name would keep it alive.
+                await self._send(LoadOrder(kind, version, i, count), await asyncio.to_thread(next, parts))
         finally:  # a pause without its continue would leave every request waiting for ever (row 34)
             await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
-    async def _send(self, kind: Kind, version: int, tensors: Mapping[str, Tensor]) -> None:
+    async def _send(self, order: LoadOrder, part: NamedTensors) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         monkey_patch_torch_reductions()
-        parts = serve_parts(tensors, self._part_bytes)
-        for i, part in enumerate(parts):
-            moved = [(name, tensor.to(self._device, non_blocking=True)) for name, tensor in part]
-            if self._device.type == "cuda":
-                torch.cuda.synchronize()
-            # Each rank opens the memory itself: a payload is good for one reader.
-            payloads = [MultiprocessingSerializer.serialize(moved) for _ in range(self._tp)]
-            ok, message = await self._manager.update_weights_from_tensor(
-                UpdateWeightsFromTensorReqInput(
-                    serialized_named_tensors=payloads,
-                    load_format=LoadOrder(kind, version, i, len(parts)).text(),
-                    flush_cache=kind == "policy" and i == len(parts) - 1,  # its prefixes are the old policy's
-                    disable_draft_model=kind == "policy",
-                ),
-                None,
-            )
-            if not ok:
-                raise WeightError(message)
+        moved = [(name, tensor.to(self._device, non_blocking=True)) for name, tensor in part]
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        # Each rank opens the memory itself: a payload is good for one reader.
+        payloads = [MultiprocessingSerializer.serialize(moved) for _ in range(self._tp)]
+        ok, message = await self._manager.update_weights_from_tensor(
+            UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=payloads,
+                load_format=order.text(),
+                flush_cache=order.kind == "policy" and order.last,  # its prefixes are the old policy's
+                disable_draft_model=order.kind == "policy",
+            ),
+            None,
+        )
+        if not ok:
+            raise WeightError(message)
 
     # -- memory
 

@@ -31,6 +31,10 @@ class LoadOrder:
     part: int
     parts: int
 
+    @property
+    def last(self) -> bool:
+        return self.part == self.parts - 1
+
     def text(self) -> str:
         return f"{PREFIX}/{self.kind}/{self.version}/{self.part}/{self.parts}"
 
@@ -56,7 +60,7 @@ def load_part(model: Any, order: LoadOrder, named: Iterable[tuple[str, Tensor]])
     if any(t.is_cuda for t in tensors.values()):
         torch.cuda.synchronize()  # no forward pass under way may read half-written weights (row 36)
     model.load_weights(list(tensors.items()))
-    setattr(model, VERSION, order.version if order.part == order.parts - 1 else TORN)
+    setattr(model, VERSION, order.version if order.last else TORN)
 
 
 def _check(model: Any, kind: str, tensors: Mapping[str, Tensor]) -> None:

@@ -212,3 +212,17 @@ def test_a_checkpoint_folder_is_the_same_for_every_process() -> None:
     (line,) = mistakes("drafter.checkpoint_dir=kept")
     assert "drafter.checkpoint_dir" in line and "give an absolute path" in line
     assert mistakes("drafter.checkpoint_dir=/shared/kept") == []
+
+
+# ------------------------------------------------------------------ weights
+
+
+def test_a_transfer_gives_up_before_its_server_is_taken_for_lost() -> None:
+    collective = "weights.transport=collective"
+    assert mistakes(collective) == []
+    (problem,) = mistakes(collective, "weights.part_timeout_s=40")
+    assert "coordinator.lease_s 30 ends before a stuck transfer does (40 s)" in problem and "raise lease_s" in problem
+    assert mistakes(collective, "weights.connect_timeout_s=40", "coordinator.lease_s=60") == []
+    (problem,) = mistakes(collective, "placement.mode=local")
+    assert "connects processes" in problem and "set weights.transport: object_store" in problem
+    assert mistakes("weights.part_timeout_s=40", "placement.mode=local") == []

@@ -21,7 +21,7 @@ from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.resume import RunMemory
 from services.coordinator.services import Inputs, Services
-from services.core.errors import BatchError, BlobLostError, StaleEpochError
+from services.core.errors import BatchError, BlobLostError, StaleEpochError, TransferError
 from services.core.protocols import Blob
 from services.core.types import (
     AcceptanceEstimate,
@@ -292,6 +292,7 @@ class FakePolicy:
     kept: tuple[Any, Any, Any] | None = None  # (note, live, served) of the checkpoint it went on from
     checkpoints: list[tuple[Any, Any, Any]] = field(default_factory=list)
     flushed: int = 0
+    copies: list[int] = field(default_factory=list)
 
     def train_step(self, batch: Any) -> tuple[PolicyStepReport, HiddenStateChunk, str]:
         if batch.step <= self.steps_done:
@@ -321,6 +322,12 @@ class FakePolicy:
 
     def flush(self, timeout_s: float) -> None:
         self.flushed = len(self.checkpoints)
+
+    def copy_of(self, version: int) -> tuple[int, str]:
+        self.copies.append(version)
+        if version != self.version:
+            raise TransferError(f"policy version {version} is superseded")
+        return version, f"policy {version}"
 
 
 class FakeReward:

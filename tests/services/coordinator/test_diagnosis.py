@@ -33,7 +33,8 @@ def test_a_server_that_does_not_answer_is_seen_with_call_lease_and_versions() ->
     world.observer.watch = watch
     world.coordinator.run()
 
-    stuck = [d for d in seen if d.slots[1].state != "lost" and d.silent_s.get("rollout-1", 0.0) > 1.0][-1]
+    held = [d for d in seen if d.step == 2 and d.phase == "rollout" and d.slots[1].state != "lost"]
+    stuck = max(held, key=lambda d: d.silent_s["rollout-1"])
     assert (stuck.phase, stuck.step, stuck.num_steps) == ("rollout", 2, 3)
     call = next(c for c in stuck.asked if c.owner == "rollout-1")
     assert call.what.startswith("rollout-1.") and call.waited_s > 1.0 and call.allowed_s == 20.0

@@ -10,7 +10,7 @@ prefixes found in a cache left out, rejected nodes filled with nonsense.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,6 +31,7 @@ from services.rollout.sglang.loader import PART_BYTES, LoadOrder, load_part, ser
 from services.speculation.selector import Fixed
 from services.speculation.strategy import OFF, DraftStrategy
 from services.speculation.suffix_index import SuffixIndex
+from services.weights.parts import Incoming, NamedTensors
 from tests.services.models.tiny import CPU, spec_of
 from tests.services.rollout.engines import letters, ticking
 from tests.services.rollout.sglang.fused import FusedModel
@@ -221,11 +222,19 @@ class FakeHandle:
         self.loads.append((kind, version))
         if self.faults.refuse:
             raise WeightError(self.faults.refuse)
-        model = self.target if kind == "policy" else self.draft
         parts = serve_parts({} if self.faults.lose_tensors else tensors, self._part_bytes)
+        self._load(kind, version, iter(parts), len(parts))
+
+    def receive(self, version: int, incoming: Incoming) -> None:
+        self._alive()
+        self.loads.append(("policy", version))
+        self._load("policy", version, incoming.parts(), incoming.num_parts)
+
+    def _load(self, kind: Kind, version: int, parts: Iterator[NamedTensors], count: int) -> None:
+        model = self.target if kind == "policy" else self.draft
         for n, part in enumerate(parts):
             sent = [(f"other.{name}", t) for name, t in part] if n == self.faults.spoil_part else part
-            load_part(model, LoadOrder(kind, version, n, len(parts)), sent)
+            load_part(model, LoadOrder(kind, version, n, count), sent)
         found = {name: t for name, t in model.tensors().items() if kind == "policy" or name not in self._zeros}
         if kind == "policy":
             self.native.load_policy(version, found)

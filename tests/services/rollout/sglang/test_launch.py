@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from services.core.errors import BatchError, ConfigError, WaitTimeoutError, WeightError
+from services.core.errors import BatchError, ConfigError, TransferError, WaitTimeoutError, WeightError
 from services.core.types import FinishReason, SamplingParams, ServedVersions
 from services.models.eagle import Eagle
 from services.models.target import target_names
@@ -20,6 +20,7 @@ from services.rollout.sglang.launch import SGLangHandle, _update
 from services.rollout.sglang.loader import TORN, serve_parts
 from services.rollout.sglang.plugin import CAPTURE
 from tests.services.models.tiny import spec_of
+from tests.services.rollout.coming import Coming
 from tests.services.rollout.engines import group, letters, strategy, ticking
 from tests.services.rollout.sglang.fake import limits_of
 from tests.services.rollout.sglang.fused import FusedModel, same
@@ -236,6 +237,31 @@ def test_a_version_in_parts_flushes_with_its_last(engine: Engine) -> None:
         handle.load("policy", 3, bad)
     assert handle.served().policy == TORN and paired(engine)
     handle.close()
+
+
+def test_a_policy_that_is_on_its_way_goes_over_part_by_part(engine: Engine, handle: SGLangHandle) -> None:
+    coming = Coming(POLICY)
+    assert coming.num_parts > 2
+    handle.receive(2, coming)
+    assert engine.tokenizer_manager.calls == [
+        ("pause", "retract"),
+        *[("update", f"longtail/policy/2/{n}/{coming.num_parts}", n == coming.num_parts - 1, True)
+          for n in range(coming.num_parts)],
+        ("continue",),
+    ]  # fmt: skip
+    assert handle.served().policy == 2 and same(engine.tokenizer_manager.models["policy"].tensors(), POLICY)
+
+
+def test_row_34_a_transfer_that_breaks_off_lets_the_requests_go_on(engine: Engine, handle: SGLangHandle) -> None:
+    """Before its first part it has not even held them."""
+    with pytest.raises(TransferError):
+        handle.receive(2, Coming(POLICY, break_at=0))
+    assert engine.tokenizer_manager.calls == [] and handle.served().policy is None
+    with pytest.raises(TransferError):
+        handle.receive(2, Coming(POLICY, break_at=2))
+    assert paired(engine) and handle.served().policy == TORN
+    handle.load("policy", 2, POLICY)
+    assert handle.served().policy == 2 and same(engine.tokenizer_manager.models["policy"].tensors(), POLICY)
 
 
 def paired(engine: Engine) -> bool:
