@@ -23,7 +23,7 @@ from services.core.errors import ControlRefusedError, LongtailError, ServiceLost
 from services.report.records import read_json
 
 CALL_S = 15.0  # the coordinator answers in a thread of its own
-PROCESS_S = 60.0  # start, connect, ask
+PROCESS_S = 90.0  # start, connect, ask: seconds, unless the machine is busy
 ERRORS: dict[str, type[LongtailError]] = {
     "ControlRefusedError": ControlRefusedError,
     "WaitTimeoutError": WaitTimeoutError,
