@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def train(config: ClusterConfig, *, quiet: bool = False) -> None:
         _tell(console, config.run.dir / str(config.run.id))
         return
     check_inputs(config)
-    folder = RunFolder(config)  # writes the resolved configuration
+    folder = RunFolder(config, say=partial(_say, console))  # writes the resolved configuration
     start = start_of(config, folder)
     _say(console, f"run folder: {folder.path}{_goes_on(start)}")
     grown = read_grown(model_dir(config.model.path))

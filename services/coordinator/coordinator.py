@@ -34,6 +34,7 @@ from services.coordinator.scoring import Scoring
 from services.coordinator.services import Inputs, Services
 from services.coordinator.stats import group_stats
 from services.coordinator.summary import Summary
+from services.coordinator.telemetry.facts import NO_TELEMETRY, Telemetry
 from services.coordinator.timeline import Timeline
 from services.coordinator.trainers import Trainers
 from services.coordinator.work import make_work, prompts_of_step
@@ -52,6 +53,7 @@ from services.core.types import (
     Rollout,
     RunEvent,
     SamplingParams,
+    SlotLease,
     SlotSpan,
     TrainBatch,
 )
@@ -68,17 +70,18 @@ class Coordinator:
         observer: RunObserver,
         clock: Clock,
         takeover: Takeover | None = None,
+        telemetry: Telemetry = NO_TELEMETRY,
     ) -> None:
         num_slots = len(services.rollout)
         assert num_slots and len(services.drafters) in (0, num_slots)
         self._config, self._inputs, self._services = config, inputs, services
-        self._observer, self._clock = observer, clock
+        self._observer, self._clock, self._telemetry = observer, clock, telemetry
         self._takeover, self._steps_done = takeover, 0
         before = takeover or Takeover(0, 0.0)
         self.control = Control(forceable(config), before.control, config.run.checkpoint_every > 0)
         self._timeline = Timeline(num_slots, clock, self._span, before.elapsed_s)
         lease_s = config.coordinator.lease_s
-        self._leases = LeaseBook(num_slots, lease_s, clock(), self._timeline.slot_changed, before.first_epoch)
+        self._leases = LeaseBook(num_slots, lease_s, clock(), self._slot_changed, before.first_epoch)
         self._calls = Calls(services.waiter, clock, self._check_stop)
         self._metering = Metering((), {}, self._calls, self._timeline.now, self._tell)
         self._board = ProgressBoard(
@@ -90,9 +93,16 @@ class Coordinator:
         self._fleet = Fleet(services.rollout, self._leases, self._calls, clock, self._patience, self._tell)
         self._engine_states = config.drafter.states == "engine"
         self._trainers = Trainers(
-            services.drafters, self._calls, clock, self._patience, self._tell, config.drafter.buffer_bytes
+            services.drafters,
+            self._calls,
+            clock,
+            self._patience,
+            self._tell,
+            config.drafter.buffer_bytes,
+            telemetry.states_added,
         )
-        parts = self._parts = Parts(config, self._fleet, self._trainers, self._leases, self._calls, clock, self._tell)
+        parts = Parts(config, self._fleet, self._trainers, self._leases, self._calls, clock, self._tell, telemetry)
+        self._parts = parts
         self._drafting = make_drafting(parts, services.initial_drafter)
         self._releases = Releases(
             self._trainers, services.initial_drafter, clock, self._patience, self._tell, self._calls.turn
@@ -225,20 +235,24 @@ class Coordinator:
 
     def publish_policy(self) -> None:
         self._board.enter("publish")
+        start = self._clock()
         with self._timed("publish"):
             policy = self._services.policy
             pending, blob, head = policy.publish()
             version = self._ask_policy(pending)
+        self._telemetry.published("policy", version, self._clock() - start, blob)
         self._fleet.policy = Published(version, blob, partial(policy.copy_of, version))
         self._trainers.adopt_head(Published(version, head))
         self._summary.policy_version = self._board.policy_version = version
 
     def publish_drafter(self) -> None:
+        start = self._clock()
         with self._timed("publish"):
             first = self._fleet.drafter is None
             releases = self._releases
             published = releases.publish_first() if first else releases.publish(self._drafting.live)
         if published is not None:
+            self._telemetry.published("drafter", published.version, self._clock() - start, published.blob)
             self._fleet.drafter = published
             self._summary.drafter_version = self._board.drafter_version = published.version
             if not first:
@@ -246,8 +260,10 @@ class Coordinator:
 
     def load(self) -> None:
         self._board.enter("load")
+        start = self._clock()
         with self._timed("publish"):
             self._fleet.open_all()
+        self._telemetry.loaded(self._clock() - start)
 
     # ------------------------------------------------------------------ the verbs: evaluation and record
 
@@ -328,6 +344,10 @@ class Coordinator:
             message = f"{error.reason}; what the policy learned since the last checkpoint died with it"
             self._tell("policy_lost", error.name, message)
             raise ServiceLostError(error.name, message) from error
+
+    def _slot_changed(self, before: SlotLease, after: SlotLease, now: float) -> None:
+        self._timeline.slot_changed(before, after, now)
+        self._telemetry.slot_changed(before, after, now)
 
     def _span(self, span: SlotSpan) -> None:
         self._metering.span(span)

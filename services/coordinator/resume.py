@@ -43,6 +43,7 @@ class Takeover:
     events: int = 0
     drafter_version: int = 0
     control: ControlState = field(default_factory=ControlState)
+    values: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of the metrics
     resumed: bool = False
 
     @property
@@ -84,6 +85,7 @@ class RunMemory:
     events: int = 0
     drafter_version: int = 0
     control: ControlState = field(default_factory=ControlState)
+    last_values: Mapping[str, Sequence[float]] = field(default_factory=dict)
     policy_version: int = 0  # the last that went out
 
     @classmethod
@@ -98,6 +100,8 @@ class RunMemory:
             {e.step: e for e in before.evaluations},
             before.events,
             before.drafter_version,
+            before.control,
+            before.values,
         )
 
     def takeover(self, elapsed_s: float) -> Takeover:
@@ -110,6 +114,7 @@ class RunMemory:
             self.events,
             self.drafter_version,
             self.control,
+            self.last_values,
         )
 
     def rewind(self, step: int) -> None:
@@ -140,6 +145,13 @@ class RunMemory:
         self.control = view.control
         self.policy_version = max(self.policy_version, view.policy_version)
         self.observer.progress(view)
+
+    def endpoint(self, host: str, port: int) -> None:
+        self.observer.endpoint(host, port)
+
+    def values(self, state: Mapping[str, Sequence[float]]) -> None:
+        self.last_values = state
+        self.observer.values(state)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self.observer.finish(summary)

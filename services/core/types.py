@@ -150,7 +150,7 @@ class MemorySwitch:
 @dataclass(frozen=True, slots=True)
 class ServerReport:
     """Answer of a rollout server to one `advance`: what finished since the last report and what still runs.
-    Prefills that ended since then had `prefill_tokens` and took at most `prefill_s`."""
+    Prefills that ended since then had `prefill_tokens` and took at most `prefill_s`; `memory_switches` were made."""
 
     finished: tuple[Rollout, ...]
     running: tuple[RunningRequest, ...]
@@ -161,6 +161,7 @@ class ServerReport:
     versions: ServedVersions
     prefill_tokens: int = 0
     prefill_s: float = 0.0
+    memory_switches: tuple[MemorySwitch, ...] = ()
 
 
 # ---------------------------------------------------------------------------- rewards and groups
@@ -235,9 +236,19 @@ class HiddenStateChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class BufferView:
+    """What a drafter trainer's buffer holds, and what it has lost since its start by cause, in sequences."""
+
+    num_sequences: int
+    num_bytes: int  # in memory
+    spilled_bytes: int  # on disk
+    lost: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class DrafterProgress:
-    """What one `train` call of a drafter trainer did. `expected_acceptance[k]` is the mean sum of
-    min(target_probs, draft_probs) at draft depth k + 1."""
+    """What one `train` call of a drafter trainer did, and its `buffer` afterwards. `expected_acceptance[k]` is the mean
+    sum of min(target_probs, draft_probs) at draft depth k + 1."""
 
     micro_steps: int
     total_steps: int
@@ -245,6 +256,7 @@ class DrafterProgress:
     loss: float
     expected_acceptance: tuple[float, ...]
     busy_s: float
+    buffer: BufferView | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@
     spans.jsonl        slot roles
     rollouts/          step_00001.parquet, ...
     progress.json      what is happening now, replaced about once a second
+    metrics_endpoint.json  where Prometheus finds the metrics of the run while it runs, as file_sd_configs reads it
+    metrics_values.json    the values of the metrics, to go on counting from
     checkpoints/       step-0000000005/, ... to go on from (written by the policy trainer)
     lock.json          who drives the run
     summary.json, trace.json, report.html    at the end
@@ -16,6 +18,7 @@ Appends are one write of one whole line, so a killed run leaves a folder that `l
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import shutil
@@ -50,6 +53,9 @@ from services.report.rollouts_file import write_rollouts
 from services.report.run_data import load_run
 from services.report.run_lock import RunLock
 from services.report.trace import build_trace
+
+ENDPOINT_FILE = "metrics_endpoint.json"
+VALUES_FILE = "metrics_values.json"
 
 
 class _LineFile:
@@ -89,7 +95,9 @@ class RunFolder:
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         token: Callable[[], str] = lambda: secrets.token_hex(3),
         clock: Callable[[], float] = time.monotonic,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
+        self._say = say
         self._clock, self._started_s, self._config = clock, clock(), config.run
         self._started_at = now().isoformat(timespec="seconds")
         self.run_id = config.run.id or make_run_id(config.run.name, now(), token())
@@ -192,12 +200,26 @@ class RunFolder:
         with self._progress_lock:
             return self._progress
 
+    def endpoint(self, host: str, port: int) -> None:
+        """Tell Prometheus where to scrape, and the person at the console."""
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        write_atomic(self.path / ENDPOINT_FILE, json.dumps([{"targets": [where]}]) + "\n")
+        self._say(f"metrics: http://{where}/metrics")
+
+    def values(self, state: Mapping[str, Sequence[float]]) -> None:
+        write_atomic(self.path / VALUES_FILE, to_json(to_row(state)) + "\n")
+
+    def kept_values(self) -> Row:
+        """The values of the metrics when the run was last driven; empty when it is new."""
+        return read_json(self.path / VALUES_FILE) or {}
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, trace.json and report.html; call it also for a stopped run, with status "stopped"."""
         self._progress_file.close()
         wall_s = round(self._clock() - self._started_s, 3)
         row = to_row({"run_id": self.run_id, "status": "finished", "wall_seconds": wall_s, **summary})
         write_atomic(self.path / "summary.json", to_json(row, indent=2) + "\n")
+        (self.path / ENDPOINT_FILE).unlink(missing_ok=True)  # nothing is served there any more
         render_report(self.path)
         self._prune(self.recorded_step())
         self._lock.release()
