@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -134,4 +135,5 @@ def _main(order: dict[str, Any]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    signal.alarm(int(PROCESS_S))  # also when whoever waits for it has gone
     print(json.dumps(_main(json.load(sys.stdin))))
