@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from rich.console import Console
 
 from actors.clients import CONTROL, TRANSFERS
@@ -31,7 +31,18 @@ from deploy.inputs import load_inputs
 from deploy.leftovers import await_names_free
 from deploy.metering import EnergyMeters, start_energy
 from deploy.naming import NAMESPACE, actor_name
-from deploy.placement import TRAINER_ENV, ActorPlan, actor_env, bundles, check_resources, machine_cpus, plan_actors
+from deploy.placement import (
+    ROLES,
+    ROLLOUT,
+    TRAINER_ENV,
+    ActorPlan,
+    actor_env,
+    bundles,
+    check_resources,
+    machine_cpus,
+    plan_actors,
+    role_selector,
+)
 from deploy.processes import descendants, end_processes
 from deploy.resuming import GoBack, Start, nameless_start
 from deploy.watch import Watch, cause
@@ -141,7 +152,9 @@ def _slots(config: ClusterConfig) -> Any:
     wanted = bundles(config)
     if not wanted:
         return None
-    group = placement_group(wanted, strategy="PACK")
+    selector = role_selector(config, ROLLOUT)
+    labels = [selector] * len(wanted) if selector else None
+    group = placement_group(wanted, strategy="PACK", bundle_label_selector=labels)
     timeout_s = config.coordinator.start_timeout_s
     try:
         ray.get(group.ready(), timeout=timeout_s)
@@ -193,6 +206,8 @@ def _start(plan: ActorPlan, config: ClusterConfig, start: Start, group: Any, len
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=plan.slot
         )
+    elif selector := role_selector(config, ROLES[plan.kind]):
+        options["label_selector"] = selector
     arguments: list[Any] = [config] if plan.slot is None else [config, plan.slot]
     if plan.kind == "policy":
         arguments.append(start.checkpoints)
@@ -202,7 +217,8 @@ def _start(plan: ActorPlan, config: ClusterConfig, start: Start, group: Any, len
 def _start_coordinator(
     config: ClusterConfig, inputs: Inputs, run_id: str, handles: Handles, takeover: Takeover | None
 ) -> Any:
-    """Ray does not restart it: another one must know that it takes over."""
+    """Ray does not restart it: another one must know that it takes over. It lives on the driver's node, so that no cut
+    cable comes between the two."""
     # Ray frees the name of a dead one in its own time
     incarnation = f"-{takeover.incarnation}" if takeover and not takeover.resumed else ""
     made = ray.remote(CoordinatorActor).options(
@@ -211,6 +227,7 @@ def _start_coordinator(
         max_restarts=0,
         max_concurrency=4,
         runtime_env={"env_vars": actor_env(1)},
+        scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
     )
     others = {name: handle for name, handle in handles.items() if name != "coordinator"}
     return made.remote(config, inputs, others, takeover, run_id)

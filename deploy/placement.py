@@ -13,6 +13,9 @@ from deploy.inputs import needs_drafter
 from services.config.schema import ClusterConfig, NativeEngine
 from services.core.errors import ConfigError
 
+HEAD, ROLLOUT, POLICY = "head", "rollout", "policy"  # roles of Ray nodes
+ROLES = {"rollout": ROLLOUT, "drafter": ROLLOUT, "policy": POLICY, "reward": HEAD}  # where each kind of actor belongs
+
 
 @dataclass(frozen=True, slots=True)
 class ActorPlan:
@@ -83,6 +86,17 @@ def bundles(config: ClusterConfig) -> list[dict[str, float]]:
     wanted = {"CPU": config.placement.cpus_per_slot, "GPU": config.placement.gpus_per_slot}
     bundle = {name: amount for name, amount in wanted.items() if amount > 0}
     return [dict(bundle) for _ in range(config.rollout.num_servers)] if bundle else []
+
+
+def role_label(role: str) -> str:
+    """The label of a Ray node that takes actors of this role. One label each, because a node may have several roles."""
+    return f"longtail.io/{role}"
+
+
+def role_selector(config: ClusterConfig, role: str) -> dict[str, str]:
+    """Ray's label selector; empty where any node will do. Without it Ray packs slots onto the policy trainer's node
+    when they fit there, and the trainer finds no node that is large enough."""
+    return {role_label(role): "true"} if config.placement.role_labels else {}
 
 
 def check_resources(config: ClusterConfig, available: Mapping[str, float]) -> None:

@@ -55,6 +55,11 @@ def load_config(
     return _build(layers)
 
 
+def parse_config(text: str, source: str) -> ClusterConfig:
+    """The configuration that `text` is, as `dump_config` wrote it or a person. Raises ConfigError naming `source`."""
+    return _build([_layer(text, source)])
+
+
 def dump_config(config: ClusterConfig) -> str:
     """YAML text that `load_config` turns into an equal configuration; every value is written out."""
     return dump_yaml(config.model_dump(mode="json"))
@@ -75,12 +80,16 @@ def _read(file: FilePath | str, presets_dir: FilePath | None) -> _Layer:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         known = f"; presets: {', '.join(names)}" if names else ""
         raise ConfigError(f"cannot read configuration {str(file)!r}: {reason}{known}") from error
-    value = parse_yaml(text.removeprefix("\ufeff"), str(file))
+    return _layer(text, str(file))
+
+
+def _layer(text: str, source: str) -> _Layer:
+    value = parse_yaml(text.removeprefix("\ufeff"), source)
     if value is None:
         value = {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{file}: a configuration is a mapping of sections, not {_kind(value)}")
-    return _Layer(str(file), value)
+        raise ConfigError(f"{source}: a configuration is a mapping of sections, not {_kind(value)}")
+    return _Layer(source, value)
 
 
 def _parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:

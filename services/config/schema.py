@@ -178,6 +178,9 @@ class PlacementConfig(Section):
     gpus_per_slot: float = Field(0.0, ge=0)
     policy_cpus: float = Field(0.5, ge=0)
     policy_gpus: float = Field(0.0, ge=0)
+    # Slots only on Ray nodes labelled longtail.io/rollout=true, the policy trainer on longtail.io/policy=true, the
+    # coordinator and the reward workers on longtail.io/head=true. For clusters whose nodes differ by role.
+    role_labels: bool = False
     # Of a private Ray: holds drafters, policies and hidden states of a few steps.
     object_store_bytes: int = Field(512 * 2**20, ge=2**27)
 
@@ -335,6 +338,11 @@ class ClusterConfig(Section):
         for key, gpus in (("gpus_per_slot", place.gpus_per_slot), ("policy_gpus", place.policy_gpus)):
             if gpus > 1 and gpus != int(gpus):
                 yield f"placement.{key} {gpus:g}: Ray hands out parts of one GPU, or several whole ones: round it"
+        if place.role_labels and place.address is None:
+            yield (
+                "placement.role_labels needs a cluster whose nodes carry the labels, a private Ray has none: set "
+                "placement.address: auto, or leave role_labels out"
+            )
         if place.mode == "local":
             if place.address is not None:
                 yield "placement.address names a Ray cluster: set placement.mode: ray, or leave address out"
