@@ -1,4 +1,4 @@
-"""The coordinator as an actor. `run` blocks in one thread; `stop` and `observations` answer meanwhile in another.
+"""The coordinator as an actor. `run` blocks in one thread; the other methods answer meanwhile in others.
 
 What the run has to tell is queued here and fetched by the driver, which writes the run folder: one process owns the
 files, and it is the one that outlives Ray.
@@ -24,6 +24,7 @@ from actors.clients import (
     reachable_host,
 )
 from services.config.schema import ClusterConfig
+from services.coordinator.control import ControlRequest
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.observer import Fanout
 from services.coordinator.resume import Takeover
@@ -102,6 +103,10 @@ class CoordinatorActor:
 
     def stop(self) -> None:
         self._coordinator.stop()
+
+    def control(self, request: ControlRequest) -> str:
+        """Raises ControlRefusedError."""
+        return self._coordinator.control.ask(request)
 
     def progress(self) -> ProgressView:
         return self._coordinator.latest()

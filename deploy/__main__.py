@@ -126,6 +126,22 @@ def curves(
 
 
 @app.command()
+def page(
+    runs_dir: Annotated[Path, typer.Argument(help="The folder that holds run folders (run.dir).")] = Path("runs"),
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    address: Annotated[str | None, typer.Option(help="Ray to reach runs at, HOST:PORT; default: as each says.")] = None,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Take no control requests.")] = False,
+    allow_host: Annotated[list[str] | None, typer.Option(help="Further host name that browsers may use.")] = None,
+) -> None:
+    """Show running and finished runs in the browser; control them with a token."""
+    with errors_told():
+        from deploy.page import serve_page
+
+        serve_page(runs_dir, host, port, address, read_only, tuple(allow_host or ()))
+
+
+@app.command()
 def monitor(
     path: Annotated[Path, typer.Argument(metavar="RUN_DIR|RUNS", help="A run folder, or all in a folder.")] = Path(
         "runs"

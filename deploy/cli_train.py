@@ -109,13 +109,17 @@ def _run(config: ClusterConfig, folder: RunFolder, start: Start) -> dict[str, An
         from deploy.local import run_local
 
         return run_local(config, folder, on_drafter=export, start=start)
-    from deploy.cluster import run_on_ray
+    from deploy.cluster import ray_about, run_on_ray
+
+    def started(_handles: Mapping[str, Any]) -> None:
+        interrupt_on_sigterm()
+        folder.reachable_at(ray_about())
 
     return run_on_ray(
         config,
         folder,
         on_drafter=export,
-        on_start=lambda _: interrupt_on_sigterm(),
+        on_start=started,
         start=start,
         go_back=go_back_in(folder) if start.checkpoints is not None else None,
     )

@@ -48,9 +48,11 @@ def run_local(
     gpu: str | None = None,
     open_reader: OpenReader = open_nvml,
     start: Start | None = None,
+    on_start: Callable[[Coordinator], None] = lambda coordinator: None,
 ) -> dict[str, Any]:
     """One run to its summary; without `start` a new one that writes no checkpoints. `on_drafter` gets (version,
-    trainable tensors) of the drafter published last.
+    trainable tensors) of the drafter published last, `on_start` the coordinator, which takes control requests from
+    other threads.
     `gpu`: whose energy is measured, as CUDA_VISIBLE_DEVICES calls it; None: the one that this process computes on.
 
     Raises what the run raises; the observer is finished in every case.
@@ -72,6 +74,7 @@ def run_local(
             meter = EnergyService([entry], open_reader, clock)
             closing.callback(meter.close)
             _measure_energy(coordinator, config, host, meter, entry)
+        on_start(coordinator)
         summary = coordinator.run()
         published = coordinator.published_drafter
         if published is not None:

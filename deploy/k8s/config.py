@@ -16,8 +16,7 @@ def cluster_config(config: ClusterConfig) -> ClusterConfig:
     _check_folders(config)
     values: dict[str, Any] = config.model_dump(mode="json")
     values["placement"] |= {"address": "auto", "role_labels": True}
-    if config.coordinator.metrics is not None:
-        values["coordinator"]["metrics"] = {"host": "0.0.0.0", "port": RUN_METRICS}  # the PodMonitor's port
+    values["coordinator"]["metrics"] = {"host": "0.0.0.0", "port": RUN_METRICS}  # for the PodMonitors
     values["run"]["dir"] = f"{DATA}/runs"
     if config.model.path != "pocket":
         values["model"]["path"] = _on_volume(config.model.path)

@@ -1,12 +1,11 @@
 """The coordinator: the verbs of the loop over real services, and the run around it.
 
 `Coordinator` wires the small parts of this package together; each verb is a few lines that say who is asked. It runs
-in one thread. `stop` and `latest` may be called from another.
+in one thread. `control`, `stop` and `latest` may be called from another.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +19,7 @@ from services.coordinator.assembly import Parts, make_drafting, make_phase
 from services.coordinator.calls import Calls
 from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.comparison import OFF, compare
+from services.coordinator.control import Control, SafePoint, forceable
 from services.coordinator.fleet import Fleet, Patience, Published
 from services.coordinator.leases import LeaseBook
 from services.coordinator.ledger import FinishedGroup
@@ -76,15 +76,17 @@ class Coordinator:
         assert num_slots and len(services.drafters) in (0, num_slots)
         self._config, self._inputs, self._services = config, inputs, services
         self._observer, self._clock, self._telemetry = observer, clock, telemetry
-        self._stop = threading.Event()
         self._takeover, self._steps_done = takeover, 0
         before = takeover or Takeover(0, 0.0)
+        self.control = Control(forceable(config), before.control, config.run.checkpoint_every > 0)
         self._timeline = Timeline(num_slots, clock, self._span, before.elapsed_s)
         lease_s = config.coordinator.lease_s
         self._leases = LeaseBook(num_slots, lease_s, clock(), self._slot_changed, before.first_epoch)
         self._calls = Calls(services.waiter, clock, self._check_stop)
         self._metering = Metering((), {}, self._calls, self._timeline.now, self._tell)
-        self._board = ProgressBoard(config.run.steps, clock, self._slots, observer.progress)
+        self._board = ProgressBoard(
+            config.run.steps, clock, self._slots, observer.progress, self._timeline.now, lambda: self.control.state
+        )
         self._patience = Patience(config.coordinator.call_timeout_s, config.coordinator.start_timeout_s)
         self._summary = Summary(list(before.steps), list(before.evaluations), events=before.events)
         self._facts = StepFacts()
@@ -110,6 +112,9 @@ class Coordinator:
         self._scoring = Scoring(services.reward, self._calls, clock, self._patience, self._tell)
         self.checkpoints = Checkpoints(
             services.policy, inputs.train, parts, self._drafting, self._releases, self._patience
+        )
+        self._safe_point = SafePoint(
+            self.control, self._fleet, self._calls, self._timeline, self._board, self._tell, self.checkpoints.now
         )
 
     def measure_energy(self, meters: Sequence[EnergyClient], users: Mapping[str, Sequence[GpuName]]) -> None:
@@ -139,6 +144,7 @@ class Coordinator:
             error = str(problem)
             raise
         finally:
+            self.control.end()
             self._timeline.close()
             summary = self._summary.as_dict(status, self._timeline.now(), error or None)
             self._observer.finish(summary)
@@ -146,7 +152,7 @@ class Coordinator:
 
     def stop(self) -> None:
         """Make the run raise StopRequested at its next safe point."""
-        self._stop.set()
+        self.control.stop()
 
     def latest(self) -> ProgressView:
         return self._board.latest
@@ -166,6 +172,9 @@ class Coordinator:
     @property
     def steps_done(self) -> int:
         return self._steps_done
+
+    def safe_point(self) -> None:
+        self._safe_point.reach()
 
     def prompts(self, step: int) -> Sequence[Prompt]:
         run, since = self._config.run, self.checkpoints.data.since
@@ -319,9 +328,7 @@ class Coordinator:
         self._timeline.enter(f"{label} {name or 'selector'}")
         self._board.begin("comparison", len(prompts) * group_size)
         works = make_work(prompts, label, group_size, sampling, self._config.run.seed)
-        self._fleet.release_all()  # opening tells a server its strategy
-        self._fleet.forced = name
-        self._fleet.open_all()
+        self._fleet.force(name)
         start = self._clock()
         groups = sorted(self._phase.generate(works, drafters=0), key=lambda g: g.group_id)
         seconds = self._clock() - start
@@ -357,7 +364,7 @@ class Coordinator:
         return {f"slot {i}": self._leases.state(i).value for i in range(len(self._leases))}
 
     def _check_stop(self) -> None:
-        if self._stop.is_set():
+        if self.control.stopping:
             raise StopRequested("stopped on request: the run folder holds what was done until now")
 
     @contextmanager

@@ -109,6 +109,12 @@ class Fleet:
             self._calls.drop(self.servers[slot].name)
             self.release(slot)
 
+    def force(self, name: str | None) -> None:
+        """Have every server use this strategy; None gives the choice back to the selector. Slots hold no work."""
+        self.release_all()  # opening tells a server its strategy
+        self.forced = name
+        self.open_all()
+
     def renew_ready(self) -> None:
         """Start a phase with fresh leases: between two phases nothing was asked, so no heartbeat was owed."""
         for slot in self._leases.in_state(*SERVING):

@@ -17,7 +17,16 @@ from typing import Any
 
 from services.coordinator.observer import RunObserver
 from services.core.checkpoints import CheckpointNote
-from services.core.types import EvalResult, Group, ProgressView, RunEvent, ServedVersions, SlotSpan, StepMetrics
+from services.core.types import (
+    ControlState,
+    EvalResult,
+    Group,
+    ProgressView,
+    RunEvent,
+    ServedVersions,
+    SlotSpan,
+    StepMetrics,
+)
 
 EPOCHS = 2**32  # of one incarnation: more than a run can use
 
@@ -33,6 +42,7 @@ class Takeover:
     evaluations: tuple[EvalResult, ...] = ()
     events: int = 0
     drafter_version: int = 0
+    control: ControlState = field(default_factory=ControlState)
     values: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of the metrics
     resumed: bool = False
 
@@ -74,6 +84,7 @@ class RunMemory:
     evaluations: dict[int, EvalResult] = field(default_factory=dict)
     events: int = 0
     drafter_version: int = 0
+    control: ControlState = field(default_factory=ControlState)
     last_values: Mapping[str, Sequence[float]] = field(default_factory=dict)
     policy_version: int = 0  # the last that went out
 
@@ -89,6 +100,7 @@ class RunMemory:
             {e.step: e for e in before.evaluations},
             before.events,
             before.drafter_version,
+            before.control,
             before.values,
         )
 
@@ -101,6 +113,7 @@ class RunMemory:
             tuple(self.evaluations.values()),
             self.events,
             self.drafter_version,
+            self.control,
             self.last_values,
         )
 
@@ -129,6 +142,7 @@ class RunMemory:
 
     def progress(self, view: ProgressView) -> None:
         self.drafter_version = max(self.drafter_version, view.drafter_version)
+        self.control = view.control
         self.policy_version = max(self.policy_version, view.policy_version)
         self.observer.progress(view)
 

@@ -371,8 +371,17 @@ class EvalResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ControlState:
+    """What people asked of a run: to pause between steps, and a strategy's name in place of the selector's choice."""
+
+    paused: bool = False
+    forced: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ProgressView:
-    """What the live display shows; cheap to produce at any time."""
+    """What the live display shows; cheap to produce at any time. `at_s` is when it was made and `phase_at_s` when the
+    phase began, in seconds since the start of the run."""
 
     phase: str
     step: int
@@ -388,3 +397,6 @@ class ProgressView:
     drafter_version: int
     slots: Mapping[str, str]
     events: tuple[RunEvent, ...] = ()
+    at_s: float = 0.0
+    phase_at_s: float = 0.0
+    control: ControlState = ControlState()

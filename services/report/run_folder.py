@@ -6,6 +6,7 @@
     events.jsonl       lost servers, returns, published drafters, ...
     spans.jsonl        slot roles
     rollouts/          step_00001.parquet, ...
+    progress.json      what is happening now, replaced about once a second
     metrics_endpoint.json  where Prometheus finds the metrics of the run while it runs, as file_sd_configs reads it
     metrics_values.json    the values of the metrics, to go on counting from
     checkpoints/       step-0000000005/, ... to go on from (written by the policy trainer)
@@ -46,6 +47,7 @@ from services.report.history import (
     superseded,
 )
 from services.report.html import render_html
+from services.report.progress_file import ProgressFile
 from services.report.records import Row, read_json, to_json, to_row, write_atomic
 from services.report.rollouts_file import write_rollouts
 from services.report.run_data import load_run
@@ -114,6 +116,7 @@ class RunFolder:
         self._metrics = _LineFile(self.path / METRICS)
         self._events = _LineFile(self.path / EVENTS)
         self._spans = _LineFile(self.path / SPANS)
+        self._progress_file = ProgressFile(self.path / "progress.json")
         self._progress_lock = threading.Lock()
         self._progress: ProgressView | None = None
         about = read_json(self.path / "run.json") or {}
@@ -158,6 +161,12 @@ class RunFolder:
         }
         write_atomic(self.path / "run.json", to_json(about, indent=2) + "\n")
 
+    def reachable_at(self, ray: Mapping[str, str | None]) -> None:
+        """Tell in run.json where the run's Ray answers and how, so that the run can be controlled from another
+        process."""
+        self._starts[-1]["ray"] = dict(ray)
+        self._write_about()
+
     @property
     def drafter_dir(self) -> Path:
         """Where the exported drafter goes."""
@@ -184,6 +193,7 @@ class RunFolder:
     def progress(self, view: ProgressView) -> None:
         with self._progress_lock:
             self._progress = view
+        self._progress_file.offer(view)
 
     def latest_progress(self) -> ProgressView | None:
         """The newest view, for the live display; None before the first."""
@@ -205,6 +215,7 @@ class RunFolder:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, trace.json and report.html; call it also for a stopped run, with status "stopped"."""
+        self._progress_file.close()
         wall_s = round(self._clock() - self._started_s, 3)
         row = to_row({"run_id": self.run_id, "status": "finished", "wall_seconds": wall_s, **summary})
         write_atomic(self.path / "summary.json", to_json(row, indent=2) + "\n")
