@@ -193,12 +193,6 @@ class RayPolicyClient(_Client):
         answer, blob = method.remote(version)
         return RayCall(answer, self.name, "copy_of"), Blob(blob)
 
-
-def ask_for_transfer(offer: Offer, invitation: Invitation) -> RayCall:
-    """A rollout server's call to the policy trainer, in the trainer's threads for that."""
-    method = offer.sender.send.options(concurrency_group=TRANSFERS)
-    return RayCall(method.remote(offer.version, invitation), "policy", "send")
-
     def restored(self) -> tuple[Pending[CheckpointNote | None], Blob, Blob]:
         note, live, served = self._refs("restored", 3)
         return RayCall(note, self.name, "restored"), Blob(live), Blob(served)
@@ -209,6 +203,12 @@ def ask_for_transfer(offer: Offer, invitation: Invitation) -> RayCall:
 
     def flush(self, timeout_s: float) -> RayCall:
         return self._control("flush", timeout_s)
+
+
+def ask_for_transfer(offer: Offer, invitation: Invitation) -> RayCall:
+    """A rollout server's call to the policy trainer, in the trainer's threads for that."""
+    method = offer.sender.send.options(concurrency_group=TRANSFERS)
+    return RayCall(method.remote(offer.version, invitation), "policy", "send")
 
 
 class RayEnergyClient(_Client):
