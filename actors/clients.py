@@ -23,6 +23,23 @@ from services.weights.rendezvous import Invitation, Offer
 
 CONTROL = "control"  # the concurrency group of calls that overtake
 TRANSFERS = "transfers"  # that of the policy trainer's calls that hand out what is published, while it trains
+READY_TIMEOUT_S = 10.0  # for what is known to be ready
+ANY_INTERFACE = ("0.0.0.0", "::", "")
+
+
+def published_size(offers: bool, weights: str, blob: Blob) -> int | None:
+    """Bytes of a version that is ready: of its offer where policies are offered, else in the object store; None when
+    Ray does not tell."""
+    if offers and weights == "policy":
+        offer: Offer = ray.get(blob, timeout=READY_TIMEOUT_S)
+        return offer.manifest.num_bytes
+    size = ray.experimental.get_object_locations([blob]).get(blob, {}).get("object_size")
+    return None if size is None else int(size)
+
+
+def reachable_host(bound: str) -> str:
+    """The address at which others find what this process serves on `bound`."""
+    return str(ray.util.get_node_ip_address()) if bound in ANY_INTERFACE else bound
 
 
 class RayCall:

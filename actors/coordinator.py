@@ -1,4 +1,4 @@
-"""The coordinator as an actor. `run` blocks in one thread; `stop` and `observations` answer meanwhile in another.
+"""The coordinator as an actor. `run` blocks in one thread; the other methods answer meanwhile in others.
 
 What the run has to tell is queued here and fetched by the driver, which writes the run folder: one process owns the
 files, and it is the one that outlives Ray.
@@ -10,6 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from actors.clients import (
@@ -19,12 +20,17 @@ from actors.clients import (
     RayRewardClient,
     RayRolloutClient,
     RayWaiter,
+    published_size,
+    reachable_host,
 )
 from services.config.schema import ClusterConfig
+from services.coordinator.control import ControlRequest
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.diagnosis import Diagnosis
+from services.coordinator.observer import Fanout
 from services.coordinator.resume import Takeover
 from services.coordinator.services import Inputs, Services
+from services.coordinator.telemetry.exporter import AT_ONCE, open_metrics
 from services.core.energy import GpuName
 from services.core.types import ProgressView
 from services.policy.advantage import advantages
@@ -70,11 +76,21 @@ class CoordinatorActor:
     that a coordinator before this one began."""
 
     def __init__(
-        self, config: ClusterConfig, inputs: Inputs, handles: dict[str, Any], takeover: Takeover | None = None
+        self,
+        config: ClusterConfig,
+        inputs: Inputs,
+        handles: dict[str, Any],
+        takeover: Takeover | None = None,
+        run_id: str = "",
     ) -> None:
         services = ray_services(config, handles)
-        self._observer = QueuedObserver()
-        self._coordinator = Coordinator(config, inputs, services, self._observer, time.monotonic, takeover)
+        self._queue = QueuedObserver()
+        size_of = partial(published_size, config.weights.transport == "collective")
+        metrics, self._exporter = open_metrics(config, run_id, time.monotonic, size_of, takeover)
+        observer: Any = self._queue if self._exporter is None else Fanout(metrics, self._queue)
+        self._coordinator = Coordinator(config, inputs, services, observer, time.monotonic, takeover, metrics)
+        if self._exporter is not None:
+            self._queue.endpoint(reachable_host(self._exporter.host), self._exporter.port)
 
     def process_id(self) -> int:
         return os.getpid()
@@ -89,6 +105,10 @@ class CoordinatorActor:
     def stop(self) -> None:
         self._coordinator.stop()
 
+    def control(self, request: ControlRequest) -> str:
+        """Raises ControlRefusedError."""
+        return self._coordinator.control.ask(request)
+
     def progress(self) -> ProgressView:
         return self._coordinator.latest()
 
@@ -96,8 +116,14 @@ class CoordinatorActor:
         return self._coordinator.diagnosis()
 
     def observations(self) -> list[Observation]:
-        """What happened since the last call, in order."""
-        return self._observer.take()
+        """What happened since the last call, in order. Calling again says that the answer before arrived."""
+        news = self._queue.take()
+        if self._exporter is not None:
+            self._exporter.acknowledge()
+            state = self._exporter.offer(force=any(method in AT_ONCE for method, _ in news))
+            if state is not None:
+                news.insert(0, ("values", (state,)))
+        return news
 
     def published_drafter(self) -> tuple[int, list[Any]] | None:
         """(version, [reference to its trainable tensors]); the list keeps Ray from resolving it on the way."""

@@ -125,6 +125,45 @@ def curves(
         print(out)
 
 
+@app.command()
+def page(
+    runs_dir: Annotated[Path, typer.Argument(help="The folder that holds run folders (run.dir).")] = Path("runs"),
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    address: Annotated[str | None, typer.Option(help="Ray to reach runs at, HOST:PORT; default: as each says.")] = None,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Take no control requests.")] = False,
+    allow_host: Annotated[list[str] | None, typer.Option(help="Further host name that browsers may use.")] = None,
+) -> None:
+    """Show running and finished runs in the browser; control them with a token."""
+    with errors_told():
+        from deploy.page import serve_page
+
+        serve_page(runs_dir, host, port, address, read_only, tuple(allow_host or ()))
+
+
+@app.command()
+def monitor(
+    path: Annotated[Path, typer.Argument(metavar="RUN_DIR|RUNS", help="A run folder, or all in a folder.")] = Path(
+        "runs"
+    ),
+    port: Annotated[int, typer.Option(help="Where Prometheus listens, on 127.0.0.1.", min=1, max=65535)] = 9090,
+    interval: Annotated[int, typer.Option(help="Seconds between two scrapes of a run.", min=1)] = 5,
+    data: Annotated[Path | None, typer.Option(help="Folder for samples; default: .prometheus beside the runs.")] = None,
+    ray_targets: Annotated[
+        Path | None,
+        typer.Option(help="A Ray cluster's own metrics beside it: its prom_metrics_service_discovery.json."),
+    ] = None,
+) -> None:
+    """Watch runs of this machine with Prometheus (alerts included) until Ctrl-C; needs its package installed."""
+    with errors_told():
+        from deploy.cli_monitor import data_folder
+        from deploy.cli_monitor import monitor as watch
+        from deploy.monitoring.prometheus_server import ServerOptions
+
+        interrupt_on_sigterm()
+        watch(path, ServerOptions(port, interval, data or data_folder(path), ray_targets))
+
+
 @data_app.command("check")
 def data_check(
     file: Annotated[Path, typer.Argument(help="A JSONL or Parquet prompt set.")],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def train(config: ClusterConfig, *, quiet: bool = False) -> None:
         _tell(console, config.run.dir / str(config.run.id))
         return
     check_inputs(config)
-    folder = RunFolder(config)  # writes the resolved configuration
+    folder = RunFolder(config, say=partial(_say, console))  # writes the resolved configuration
     start = start_of(config, folder)
     _say(console, f"run folder: {folder.path}{_goes_on(start)}")
     grown = read_grown(model_dir(config.model.path))
@@ -109,12 +110,17 @@ def _run(config: ClusterConfig, folder: RunFolder, start: Start) -> dict[str, An
 
         return run_local(config, folder, on_drafter=export, start=start)
     from deploy.cluster import run_on_ray
+    from deploy.session import ray_about
+
+    def started(_handles: Mapping[str, Any]) -> None:
+        interrupt_on_sigterm()
+        folder.reachable_at(ray_about())
 
     return run_on_ray(
         config,
         folder,
         on_drafter=export,
-        on_start=lambda _: interrupt_on_sigterm(),
+        on_start=started,
         start=start,
         go_back=go_back_in(folder) if start.checkpoints is not None else None,
     )

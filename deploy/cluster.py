@@ -144,7 +144,7 @@ def _start_coordinator(
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
     )
     others = {name: handle for name, handle in handles.items() if name != "coordinator"}
-    return made.remote(config, inputs, others, takeover)
+    return made.remote(config, inputs, others, takeover, run_id)
 
 
 def _replaced(

@@ -22,8 +22,9 @@ from deploy.resuming import Start, nameless_start
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.energy import POLICY
-from services.coordinator.observer import RunObserver
+from services.coordinator.observer import Fanout, RunObserver
 from services.coordinator.services import Services
+from services.coordinator.telemetry.exporter import AT_ONCE, Exporter, open_metrics
 from services.core.checkpoints import CheckpointPlan
 from services.core.energy import GpuName
 from services.core.protocols import Blob, Clock
@@ -47,9 +48,11 @@ def run_local(
     gpu: str | None = None,
     open_reader: OpenReader = open_nvml,
     start: Start | None = None,
+    on_start: Callable[[Coordinator], None] = lambda coordinator: None,
 ) -> dict[str, Any]:
     """One run to its summary; without `start` a new one that writes no checkpoints. `on_drafter` gets (version,
-    trainable tensors) of the drafter published last.
+    trainable tensors) of the drafter published last, `on_start` the coordinator, which takes control requests from
+    other threads.
     `gpu`: whose energy is measured, as CUDA_VISIBLE_DEVICES calls it; None: the one that this process computes on.
 
     Raises what the run raises; the observer is finished in every case.
@@ -59,18 +62,45 @@ def run_local(
     inputs = load_inputs(config)
     with ExitStack() as closing:
         host = LocalHost(clock, time.sleep)
+        metrics, exporter = open_metrics(config, start.run_id, clock, _num_bytes, start.takeover)
+        if exporter is not None:
+            closing.callback(exporter.close)
+            observer.endpoint(exporter.host, exporter.port)
+            observer = Fanout(observer, metrics, _Serving(exporter, observer))  # type: ignore[arg-type]
         services = build_services(config, host, closing, checkpoints=start.checkpoints)
-        coordinator = Coordinator(config, inputs, services, observer, clock, start.takeover)
+        coordinator = Coordinator(config, inputs, services, observer, clock, start.takeover, metrics)
         entry = gpu or _gpu_in_use(config)
         if entry is not None:
             meter = EnergyService([entry], open_reader, clock)
             closing.callback(meter.close)
             _measure_energy(coordinator, config, host, meter, entry)
+        on_start(coordinator)
         summary = coordinator.run()
         published = coordinator.published_drafter
         if published is not None:
             on_drafter(published.version, published.blob.result(0.0))  # type: ignore[attr-defined]
         return summary
+
+
+class _Serving:
+    """Runs along as an observer: whatever happens, the values are kept and served when it is time."""
+
+    def __init__(self, exporter: Exporter, observer: RunObserver) -> None:
+        self._exporter, self._observer = exporter, observer
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return lambda *args: self._turn(force=method in AT_ONCE)
+
+    def _turn(self, force: bool) -> None:
+        state = self._exporter.offer(force)
+        if state is not None:
+            self._observer.values(state)
+            self._exporter.acknowledge()
+
+
+def _num_bytes(_weights: str, blob: Blob) -> int | None:
+    """Of a published version: tensors by name."""
+    return sum(tensor.nbytes for tensor in blob.result(0.0).values())  # type: ignore[attr-defined]
 
 
 def _gpu_in_use(config: ClusterConfig) -> str | None:

@@ -50,6 +50,7 @@ def start_of(config: ClusterConfig, folder: RunFolder) -> Start:
         history.steps,
         history.evaluations,
         history.events,
+        values=folder.kept_values(),
         resumed=True,
     )
     plan = CheckpointPlan(kept, place) if config.run.checkpoint_every or place is not None else None

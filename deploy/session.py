@@ -58,6 +58,13 @@ def ray_session(config: ClusterConfig, check: bool = True) -> Iterator[None]:
         end_processes(started)
 
 
+def ray_about() -> dict[str, str | None]:
+    """What another process of this user needs to connect to the same Ray: where its head answers (HOST:PORT), and
+    whether it asks for a token. Ray asks for one by itself where `ray.init` starts it; the token is in the user's home.
+    """
+    return {"address": ray.get_runtime_context().gcs_address, "auth_mode": os.environ.get("RAY_AUTH_MODE")}
+
+
 @contextmanager
 def joined(address: str) -> Iterator[None]:
     """A connection to a Ray that is there already, to look at it. Raises ConfigError."""

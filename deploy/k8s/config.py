@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from deploy.k8s.pods import CACHE, DATA, TMP
+from deploy.k8s.pods import CACHE, DATA, RUN_METRICS, TMP
 from services.config.schema import ClusterConfig, FileData
 from services.core.errors import ConfigError
 
@@ -16,6 +16,7 @@ def cluster_config(config: ClusterConfig) -> ClusterConfig:
     _check_folders(config)
     values: dict[str, Any] = config.model_dump(mode="json")
     values["placement"] |= {"address": "auto", "role_labels": True}
+    values["coordinator"]["metrics"] = {"host": "0.0.0.0", "port": RUN_METRICS}  # for the PodMonitors
     values["run"]["dir"] = f"{DATA}/runs"
     if config.model.path != "pocket":
         values["model"]["path"] = _on_volume(config.model.path)

@@ -152,12 +152,21 @@ class PolicyConfig(Section):
     threads: int = Field(2, ge=1)
 
 
+class MetricsConfig(Section):
+    """Where the coordinator serves its metrics to Prometheus; `port` 0 takes a free one, told in the run folder's
+    metrics_endpoint.json. `host` 0.0.0.0: on every interface of its machine, to be scraped from others."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+
+
 class CoordinatorConfig(Section):
     lease_s: float = Field(30.0, gt=0)
     call_timeout_s: float = Field(120.0, gt=0)
     # An SGLang engine compiles kernels at its first start on a new model shape: minutes.
     start_timeout_s: float = Field(180.0, gt=0)
     max_restarts: int = Field(3, ge=0)
+    metrics: MetricsConfig | None = MetricsConfig()  # null: none
 
 
 class PlacementConfig(Section):

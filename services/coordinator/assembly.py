@@ -13,6 +13,7 @@ from services.coordinator.leases import LeaseBook
 from services.coordinator.progress import ProgressBoard
 from services.coordinator.rollout_phase import RolloutPhase
 from services.coordinator.tail_moves import TailMoves
+from services.coordinator.telemetry.facts import Telemetry
 from services.coordinator.trainers import Trainers
 from services.core.protocols import Blob, Clock
 from services.core.types import RunEvent
@@ -29,6 +30,7 @@ class Parts:
     calls: Calls
     clock: Clock
     tell: Callable[[str, str, str], RunEvent]
+    telemetry: Telemetry
 
 
 def make_drafting(parts: Parts, initial_drafter: Blob | None) -> Drafting:
@@ -44,6 +46,7 @@ def make_drafting(parts: Parts, initial_drafter: Blob | None) -> Drafting:
         budget_s=drafter.micro_step_budget_s,
         round_s=drafter.round_s,
         checkpoints=drafter.checkpoint_dir is not None,
+        telemetry=parts.telemetry,
     )
 
 
@@ -71,5 +74,6 @@ def make_phase(parts: Parts, drafting: Drafting, board: ProgressBoard) -> Rollou
         max_running=rollout.engine.max_running,
         call_timeout_s=call_timeout_s,
         tail=tail,
+        telemetry=parts.telemetry,
         tell=parts.tell,
     )

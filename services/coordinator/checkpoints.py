@@ -36,7 +36,6 @@ class Checkpoints:
         self.recorded: int | None = None
         self.counters: Callable[[], Mapping[str, float]] = dict
         self._saved: int | None = None
-        self._wanted = False
 
     def go_on(self, note: CheckpointNote) -> str | None:
         """Go on from a checkpoint; a message when the prompts are others than then: they begin at their first one."""
@@ -50,9 +49,16 @@ class Checkpoints:
             "rewards from here on compare with earlier ones only if the held-out prompts are the same"
         )
 
-    def want(self) -> None:
-        """Write one after the step under way, whatever the interval. May be called from any thread."""
-        self._wanted = True
+    def now(self) -> str:
+        """Write one between two steps, whatever the interval, and wait until it is on the disk; says of which step.
+        Raises as `flush` does."""
+        step = self.recorded
+        if not step:
+            return "no step is done yet: there is nothing to go on from but the beginning"
+        if step != self._saved:
+            self._save(step)
+        self.flush()
+        return f"step {step} is on the disk"
 
     def after(self, step: int) -> None:
         """Write one if it is due."""
@@ -77,11 +83,11 @@ class Checkpoints:
         if not run.checkpoint_every or step == self._saved:
             return False
         judged = bool(run.keep_best and run.eval_every) and step % run.eval_every == 0
-        return self._wanted or step % run.checkpoint_every == 0 or step == run.steps or judged
+        return step % run.checkpoint_every == 0 or step == run.steps or judged
 
     def _save(self, step: int) -> None:
         """Ask for one and go on: the trainer copies its state before it does anything else."""
-        self._wanted, self._saved = False, step
+        self._saved = step
         live, served, drafter = self._drafting.live, self._releases.served, self._parts.fleet.drafter
         ahead = live is not served
         note = CheckpointNote(

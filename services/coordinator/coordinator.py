@@ -1,12 +1,11 @@
 """The coordinator: the verbs of the loop over real services, and the run around it.
 
 `Coordinator` wires the small parts of this package together; each verb is a few lines that say who is asked. It runs
-in one thread. `stop`, `latest` and `diagnosis` may be called from another.
+in one thread. `control`, `stop`, `latest` and `diagnosis` may be called from another.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +19,7 @@ from services.coordinator.assembly import Parts, make_drafting, make_phase
 from services.coordinator.calls import Calls
 from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.comparison import OFF, compare
+from services.coordinator.control import Control, SafePoint, forceable
 from services.coordinator.diagnosis import Diagnosis, diagnose
 from services.coordinator.fleet import Fleet, Patience, Published
 from services.coordinator.leases import LeaseBook
@@ -36,12 +36,13 @@ from services.coordinator.scoring import Scoring
 from services.coordinator.services import Inputs, Services
 from services.coordinator.stats import group_stats
 from services.coordinator.summary import Summary
+from services.coordinator.telemetry.facts import NO_TELEMETRY, Telemetry
 from services.coordinator.timeline import Timeline
 from services.coordinator.trainers import Trainers
 from services.coordinator.work import make_work, prompts_of_step
 from services.coordinator.worth import Worth
 from services.core.energy import EnergyClient, GpuName
-from services.core.errors import BlobLostError, LongtailError, ServiceLostError, StopRequested
+from services.core.errors import LongtailError, ServiceLostError, StopRequested
 from services.core.protocols import (
     Clock,
     Pending,
@@ -54,6 +55,7 @@ from services.core.types import (
     Rollout,
     RunEvent,
     SamplingParams,
+    SlotLease,
     SlotSpan,
     TrainBatch,
 )
@@ -70,38 +72,52 @@ class Coordinator:
         observer: RunObserver,
         clock: Clock,
         takeover: Takeover | None = None,
+        telemetry: Telemetry = NO_TELEMETRY,
     ) -> None:
         num_slots = len(services.rollout)
         assert num_slots and len(services.drafters) in (0, num_slots)
         self._config, self._inputs, self._services = config, inputs, services
-        self._observer, self._clock = observer, clock
-        self._stop = threading.Event()
+        self._observer, self._clock, self._telemetry = observer, clock, telemetry
         self._takeover, self._steps_done = takeover, 0
         before = takeover or Takeover(0, 0.0)
+        self.control = Control(forceable(config), before.control, config.run.checkpoint_every > 0)
         self._timeline = Timeline(num_slots, clock, self._span, before.elapsed_s)
         lease_s = config.coordinator.lease_s
-        self._leases = LeaseBook(num_slots, lease_s, clock(), self._timeline.slot_changed, before.first_epoch)
+        self._leases = LeaseBook(num_slots, lease_s, clock(), self._slot_changed, before.first_epoch)
         self._calls = Calls(services.waiter, clock, self._check_stop)
         self._metering = Metering((), {}, self._calls, self._timeline.now, self._tell)
-        self._board = ProgressBoard(config.run.steps, clock, self._slots, observer.progress)
+        self._board = ProgressBoard(
+            config.run.steps, clock, self._slots, observer.progress, self._timeline.now, lambda: self.control.state
+        )
         self._patience = Patience(config.coordinator.call_timeout_s, config.coordinator.start_timeout_s)
         self._summary = Summary(list(before.steps), list(before.evaluations), events=before.events)
         self._facts = StepFacts()
         self._fleet = Fleet(services.rollout, self._leases, self._calls, clock, self._patience, self._tell)
         self._engine_states = config.drafter.states == "engine"
         self._trainers = Trainers(
-            services.drafters, self._calls, clock, self._patience, self._tell, config.drafter.buffer_bytes
+            services.drafters,
+            self._calls,
+            clock,
+            self._patience,
+            self._tell,
+            config.drafter.buffer_bytes,
+            telemetry.states_added,
         )
-        parts = self._parts = Parts(config, self._fleet, self._trainers, self._leases, self._calls, clock, self._tell)
+        parts = Parts(config, self._fleet, self._trainers, self._leases, self._calls, clock, self._tell, telemetry)
+        self._parts = parts
         self._drafting = make_drafting(parts, services.initial_drafter)
         self._releases = Releases(
             self._trainers, services.initial_drafter, clock, self._patience, self._tell, self._calls.turn
         )
+        self._fleet.on_blobs_lost = self._salvage
         self._worth = Worth(config.drafter.training)
         self._phase = make_phase(parts, self._drafting, self._board)
         self._scoring = Scoring(services.reward, self._calls, clock, self._patience, self._tell)
         self.checkpoints = Checkpoints(
             services.policy, inputs.train, parts, self._drafting, self._releases, self._patience
+        )
+        self._safe_point = SafePoint(
+            self.control, self._fleet, self._calls, self._timeline, self._board, self._tell, self.checkpoints.now
         )
 
     def measure_energy(self, meters: Sequence[EnergyClient], users: Mapping[str, Sequence[GpuName]]) -> None:
@@ -131,6 +147,7 @@ class Coordinator:
             error = str(problem)
             raise
         finally:
+            self.control.end()
             self._timeline.close()
             summary = self._summary.as_dict(status, self._timeline.now(), error or None)
             self._observer.finish(summary)
@@ -138,7 +155,7 @@ class Coordinator:
 
     def stop(self) -> None:
         """Make the run raise StopRequested at its next safe point."""
-        self._stop.set()
+        self.control.stop()
 
     def latest(self) -> ProgressView:
         return self._board.latest
@@ -161,6 +178,9 @@ class Coordinator:
     @property
     def steps_done(self) -> int:
         return self._steps_done
+
+    def safe_point(self) -> None:
+        self._safe_point.reach()
 
     def prompts(self, step: int) -> Sequence[Prompt]:
         run, since = self._config.run, self.checkpoints.data.since
@@ -221,15 +241,18 @@ class Coordinator:
 
     def publish_policy(self) -> None:
         self._board.enter("publish")
+        start = self._clock()
         with self._timed("publish"):
             policy = self._services.policy
             pending, blob, head = policy.publish()
             version = self._ask_policy(pending)
+        self._telemetry.published("policy", version, self._clock() - start, blob)
         self._fleet.policy = Published(version, blob, partial(policy.copy_of, version))
         self._trainers.adopt_head(Published(version, head))
         self._summary.policy_version = self._board.policy_version = version
 
     def publish_drafter(self) -> None:
+        start = self._clock()
         if self._calls.blobs_lost:
             self._salvage()
         with self._timed("publish"):
@@ -237,6 +260,7 @@ class Coordinator:
             releases = self._releases
             published = releases.publish_first() if first else releases.publish(self._drafting.live)
         if published is not None:
+            self._telemetry.published("drafter", published.version, self._clock() - start, published.blob)
             self._fleet.drafter = published
             self._summary.drafter_version = self._board.drafter_version = published.version
             if not first:
@@ -244,15 +268,10 @@ class Coordinator:
 
     def load(self) -> None:
         self._board.enter("load")
+        start = self._clock()
         with self._timed("publish"):
-            self._open_all()
-
-    def _open_all(self) -> None:
-        while True:
-            try:
-                return self._fleet.open_all()
-            except BlobLostError:
-                self._salvage()
+            self._fleet.open_all()
+        self._telemetry.loaded(self._clock() - start)
 
     def _salvage(self) -> None:
         """Tensors were lost with a machine. What the policy published may be among them: it publishes again."""
@@ -269,7 +288,7 @@ class Coordinator:
             return
         self._timeline.enter(f"evaluation {step}")
         self._board.begin("evaluation", len(prompts))
-        self._open_all()
+        self._fleet.open_all()
         for group in self._phase.generate(make_work(prompts, "heldout", 1, self._inputs.sampling, 0), drafters=0):
             self._scoring.submit(group)
         stats = group_stats(self._scoring.collect())
@@ -324,9 +343,7 @@ class Coordinator:
         self._timeline.enter(f"{label} {name or 'selector'}")
         self._board.begin("comparison", len(prompts) * group_size)
         works = make_work(prompts, label, group_size, sampling, self._config.run.seed)
-        self._fleet.release_all()  # opening tells a server its strategy
-        self._fleet.forced = name
-        self._open_all()
+        self._fleet.force(name)
         start = self._clock()
         groups = sorted(self._phase.generate(works, drafters=0), key=lambda g: g.group_id)
         seconds = self._clock() - start
@@ -343,6 +360,10 @@ class Coordinator:
             self._tell("policy_lost", error.name, message)
             raise ServiceLostError(error.name, message) from error
 
+    def _slot_changed(self, before: SlotLease, after: SlotLease, now: float) -> None:
+        self._timeline.slot_changed(before, after, now)
+        self._telemetry.slot_changed(before, after, now)
+
     def _span(self, span: SlotSpan) -> None:
         self._metering.span(span)
         self._observer.span(span)
@@ -358,7 +379,7 @@ class Coordinator:
         return {f"slot {i}": self._leases.state(i).value for i in range(len(self._leases))}
 
     def _check_stop(self) -> None:
-        if self._stop.is_set():
+        if self.control.stopping:
             raise StopRequested("stopped on request: the run folder holds what was done until now")
 
     @contextmanager

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from services.coordinator.calls import Calls
 from services.coordinator.fleet import Fleet
 from services.coordinator.leases import LeaseBook
+from services.coordinator.telemetry.facts import Telemetry
 from services.coordinator.trainers import Trainers
 from services.core.protocols import Blob, Clock
 from services.core.types import DrafterProgress, RunEvent, SlotState
@@ -69,6 +70,7 @@ class Drafting:
         budget_s: float,
         round_s: float,
         checkpoints: bool,
+        telemetry: Telemetry,
     ) -> None:
         self._trainers = trainers
         self.live = initial
@@ -80,6 +82,7 @@ class Drafting:
         self._budget_s = budget_s
         self._round_s = round_s
         self._checkpoints = checkpoints
+        self._telemetry = telemetry
         self._lanes: dict[int, _Lane] = {}
         self._round = _Round(0.0)
         self.progress: list[DrafterProgress] = []
@@ -184,6 +187,7 @@ class Drafting:
         self._trainers.post(lane.slot, pending, lambda progress: self._trained(lane, progress))
 
     def _trained(self, lane: _Lane, progress: DrafterProgress) -> None:
+        self._telemetry.trained(lane.slot, progress)
         if progress.micro_steps:
             lane.trained = True
             self.progress.append(progress)
@@ -220,6 +224,7 @@ class Drafting:
         self._leases.change(lane.slot, SlotState.IDLE, lane.epoch, self._clock())
         assert lane.leave_s is not None
         self.preempted_s.append(self._clock() - lane.leave_s)
+        self._telemetry.left(self.preempted_s[-1])
 
     # ------------------------------------------------------------------ ending a round
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from services.coordinator.calls import Calls
 from services.coordinator.leases import SERVING, LeaseBook
-from services.core.errors import BlobLostError, ServiceLostError, WeightError
+from services.core.errors import ServiceLostError, WeightError
 from services.core.protocols import Blob, Clock, Pending, RolloutClient
 from services.core.types import HiddenStateChunk, RunEvent, ServedVersions, SlotState
 
@@ -64,6 +64,7 @@ class Fleet:
         self.drafter: Published | None = None
         self.forced: str | None = None
         self.on_lost: Callable[[int], None] = lambda slot: None
+        self.on_blobs_lost: Callable[[], None] = lambda: None
         self._served: list[ServedVersions | None] = [None for _ in servers]
         self._ready: set[int] = set()
         self._gone: set[int] = set()
@@ -89,12 +90,12 @@ class Fleet:
     # ------------------------------------------------------------------ opening and releasing
 
     def open_all(self) -> None:
-        """Open every server that is not lost and wait until it is ready. Raises when none can serve, and BlobLostError
-        when weights that one needs are lost: publish them again."""
+        """Open every server that is not lost and wait until it is ready. Raises when none can serve.
+        Weights that are lost are published again by whoever `on_blobs_lost` is."""
         while True:
             self.require_some()
             if self._calls.blobs_lost:
-                raise BlobLostError("published weights are lost with the machine that held them")
+                self.on_blobs_lost()
             for slot in self._leases.in_state(SlotState.IDLE):
                 self.open(slot)
             if self._ready and self._ready.issuperset(self._leases.in_state(*SERVING)):
@@ -117,6 +118,12 @@ class Fleet:
         for slot in self._leases.in_state(*SERVING):
             self._calls.drop(self.servers[slot].name)
             self.release(slot)
+
+    def force(self, name: str | None) -> None:
+        """Have every server use this strategy; None gives the choice back to the selector. Slots hold no work."""
+        self.release_all()  # opening tells a server its strategy
+        self.forced = name
+        self.open_all()
 
     def renew_ready(self) -> None:
         """Start a phase with fresh leases: between two phases nothing was asked, so no heartbeat was owed."""

@@ -20,6 +20,7 @@ Who waits for whom:
 - `checkpoint` waits for nobody: the policy trainer copies its state and writes the copy while the next step generates.
 - `load` waits for every server to say that it serves exactly the published versions. A server that is lost does not
   hold up the others; it loads before it serves again.
+- `safe_point` waits while a person has the run paused. No step is under way there.
 
 The verbs are a protocol so that the loop can be read, and tested, without any service.
 """
@@ -37,6 +38,8 @@ class Verbs(Protocol):
     @property
     def steps_done(self) -> int:
         """Steps that the policy was trained on before this call; above 0 when the run was taken over or resumed."""
+
+    def safe_point(self) -> None: ...
 
     def prompts(self, step: int) -> Sequence[Prompt]: ...
 
@@ -75,6 +78,7 @@ def train(run: Verbs, steps: int, eval_every: int) -> None:
     run.load()
     evaluate(run.steps_done)
     for step in range(run.steps_done + 1, steps + 1):
+        run.safe_point()
         for finished in run.generate(step, run.prompts(step)):
             run.score(finished)
         groups = run.scored()

@@ -24,4 +24,24 @@ class RunObserver(Protocol):
 
     def progress(self, view: ProgressView) -> None: ...
 
+    def endpoint(self, host: str, port: int) -> None:
+        """Where the coordinator serves its metrics; told again by one that takes over."""
+
+    def values(self, state: Mapping[str, Sequence[float]]) -> None:
+        """All values of the metrics, to go on counting from; about once a second."""
+
     def finish(self, summary: Mapping[str, Any]) -> None: ...
+
+
+class Fanout:
+    """A RunObserver that passes every call on to several, in order."""
+
+    def __init__(self, *observers: RunObserver) -> None:
+        self._observers = observers
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*args: Any) -> None:
+            for observer in self._observers:
+                getattr(observer, method)(*args)
+
+        return call

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from services.core.protocols import Clock
-from services.core.types import AcceptanceStats, ProgressView, RunEvent, ServerReport
+from services.core.types import AcceptanceStats, ControlState, ProgressView, RunEvent, ServerReport
 
 REFRESH_S = 0.25
 EVENTS_SHOWN = 5
 
 
 class ProgressBoard:
-    """`slots` answers with the present state of every slot. `publish` receives a view at most every REFRESH_S."""
+    """`slots` answers with the present state of every slot, `now` with the run's seconds, `control` with what people
+    asked of it. `publish` receives a view at most every REFRESH_S."""
 
     def __init__(
         self,
@@ -20,8 +21,10 @@ class ProgressBoard:
         clock: Clock,
         slots: Callable[[], Mapping[str, str]],
         publish: Callable[[ProgressView], None],
+        now: Callable[[], float],
+        control: Callable[[], ControlState],
     ) -> None:
-        self._clock = clock
+        self._clock, self._now, self._control = clock, now, control
         self._slots = slots
         self._publish = publish
         self._num_steps = num_steps
@@ -32,6 +35,7 @@ class ProgressBoard:
         self._finished: list[AcceptanceStats] = []
         self._running: dict[str, dict[str, AcceptanceStats]] = {}
         self.phase = "starting"
+        self._phase_at_s = now()
         self.step = 0
         self.rollouts_total = 0
         self.rollouts_done = 0
@@ -43,12 +47,13 @@ class ProgressBoard:
 
     def begin(self, phase: str, rollouts_total: int) -> None:
         self.phase, self.rollouts_total, self.rollouts_done = phase, rollouts_total, 0
+        self._phase_at_s = self._now()
         self._tokens, self._started_s = 0, self._clock()
         self._finished, self._running = [], {}
         self.refresh(force=True)
 
     def enter(self, phase: str) -> None:
-        self.phase = phase
+        self.phase, self._phase_at_s = phase, self._now()
         self.refresh(force=True)
 
     def report(self, server: str, report: ServerReport) -> None:
@@ -94,4 +99,7 @@ class ProgressBoard:
             drafter_version=self.drafter_version,
             slots=dict(self._slots()),
             events=tuple(self._events),
+            at_s=self._now(),
+            phase_at_s=self._phase_at_s,
+            control=self._control(),
         )

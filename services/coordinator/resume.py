@@ -17,7 +17,16 @@ from typing import Any
 
 from services.coordinator.observer import RunObserver
 from services.core.checkpoints import CheckpointNote
-from services.core.types import EvalResult, Group, ProgressView, RunEvent, ServedVersions, SlotSpan, StepMetrics
+from services.core.types import (
+    ControlState,
+    EvalResult,
+    Group,
+    ProgressView,
+    RunEvent,
+    ServedVersions,
+    SlotSpan,
+    StepMetrics,
+)
 
 EPOCHS = 2**32  # of one incarnation: more than a run can use
 
@@ -33,6 +42,8 @@ class Takeover:
     evaluations: tuple[EvalResult, ...] = ()
     events: int = 0
     drafter_version: int = 0
+    control: ControlState = field(default_factory=ControlState)
+    values: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of the metrics
     resumed: bool = False
 
     @property
@@ -73,6 +84,8 @@ class RunMemory:
     evaluations: dict[int, EvalResult] = field(default_factory=dict)
     events: int = 0
     drafter_version: int = 0
+    control: ControlState = field(default_factory=ControlState)
+    last_values: Mapping[str, Sequence[float]] = field(default_factory=dict)
     policy_version: int = 0  # the last that went out
 
     @classmethod
@@ -87,6 +100,8 @@ class RunMemory:
             {e.step: e for e in before.evaluations},
             before.events,
             before.drafter_version,
+            before.control,
+            before.values,
         )
 
     def takeover(self, elapsed_s: float) -> Takeover:
@@ -98,6 +113,8 @@ class RunMemory:
             tuple(self.evaluations.values()),
             self.events,
             self.drafter_version,
+            self.control,
+            self.last_values,
         )
 
     def rewind(self, step: int) -> None:
@@ -125,8 +142,16 @@ class RunMemory:
 
     def progress(self, view: ProgressView) -> None:
         self.drafter_version = max(self.drafter_version, view.drafter_version)
+        self.control = view.control
         self.policy_version = max(self.policy_version, view.policy_version)
         self.observer.progress(view)
+
+    def endpoint(self, host: str, port: int) -> None:
+        self.observer.endpoint(host, port)
+
+    def values(self, state: Mapping[str, Sequence[float]]) -> None:
+        self.last_values = state
+        self.observer.values(state)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self.observer.finish(summary)

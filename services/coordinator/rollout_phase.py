@@ -18,6 +18,7 @@ from services.coordinator.ledger import FinishedGroup, Ledger
 from services.coordinator.progress import ProgressBoard
 from services.coordinator.scheduler import SlotView
 from services.coordinator.tail_moves import TailMoves
+from services.coordinator.telemetry.facts import Telemetry
 from services.coordinator.trainers import Trainers
 from services.core.protocols import Clock
 from services.core.types import GroupWork, RunEvent, ServerReport, SlotState
@@ -38,12 +39,14 @@ class RolloutPhase:
         max_running: int,
         call_timeout_s: float,
         tail: TailMoves,
+        telemetry: Telemetry,
         tell: Callable[[str, str, str], RunEvent],
     ) -> None:
         self._fleet = fleet
         self._trainers = trainers
         self._drafting = drafting
         self._tail = tail
+        self._telemetry = telemetry
         self._tell = tell
         self._leases = leases
         self._calls = calls
@@ -193,6 +196,7 @@ class RolloutPhase:
         if not (report.running or report.waiting):
             self._missing(slot, asked)
         self._tail.report(slot, report)
+        self._telemetry.reported(slot, report)
         self._board.rollouts_done = self._ledger.recorded
         self._board.report(self._fleet.client(slot).name, report)
 

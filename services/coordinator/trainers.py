@@ -30,6 +30,7 @@ class Trainers:
         patience: Patience,
         tell: Callable[[str, str, str], RunEvent],
         buffer_bytes: int,
+        states_added: Callable[[HiddenStateChunk], None] = lambda chunk: None,
     ) -> None:
         self.clients = tuple(clients)
         self._calls = calls
@@ -37,6 +38,7 @@ class Trainers:
         self._patience = patience
         self._tell = tell
         self._buffer_bytes = buffer_bytes
+        self._states_added = states_added
         self._up = set(range(len(self.clients)))
         self._pids: dict[int, int] = {}
         self._chunks: deque[tuple[HiddenStateChunk, Blob]] = deque()
@@ -70,6 +72,7 @@ class Trainers:
 
     def add_chunk(self, chunk: HiddenStateChunk, blob: Blob) -> None:
         """Send hidden states to every trainer, and keep the newest that fit the buffer for one that is restarted."""
+        self._states_added(chunk)
         self._chunks.append((chunk, blob))
         while len(self._chunks) > 1 and sum(c.num_bytes for c, _ in self._chunks) > self._buffer_bytes:
             self._chunks.popleft()

@@ -11,24 +11,27 @@ from dataclasses import dataclass, field
 class AcceptanceStats:
     """Speculation accounting of one rollout (or a sum of several). `histogram[k]` counts verify steps that accepted k
     draft tokens (bonus excluded); `proposed` counts draft tokens offered; `steps_by_strategy` counts verify steps per
-    strategy name, OFF decode steps under "off"."""
+    strategy name, OFF decode steps under "off"; `accepted_by_strategy` the accepted draft tokens."""
 
     histogram: tuple[int, ...] = ()
     proposed: int = 0
     steps_by_strategy: Mapping[str, int] = field(default_factory=dict)
+    accepted_by_strategy: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def merged(cls, parts: Iterable[AcceptanceStats]) -> AcceptanceStats:
         """The sum of several requests' accounting."""
         histogram: Counter[int] = Counter()
         steps: Counter[str] = Counter()
+        accepted: Counter[str] = Counter()
         proposed = 0
         for part in parts:
             histogram.update(dict(enumerate(part.histogram)))
             steps.update(part.steps_by_strategy)
+            accepted.update(part.accepted_by_strategy)
             proposed += part.proposed
         longest = max((k for k, n in histogram.items() if n), default=-1)
-        return cls(tuple(histogram[k] for k in range(longest + 1)), proposed, dict(steps))
+        return cls(tuple(histogram[k] for k in range(longest + 1)), proposed, dict(steps), dict(accepted))
 
     @property
     def verify_steps(self) -> int:

@@ -70,6 +70,14 @@ class ControlMessageError(LongtailError):
     """A control message carried tensor data; tensors travel by reference only."""
 
 
+class ControlRefusedError(LongtailError):
+    """A run was asked for something that it cannot do now; the message says what and why. Nothing was changed."""
+
+
+class UnknownRunError(LongtailError):
+    """There is no run of that id."""
+
+
 class MeterError(LongtailError):
     """The energy of a GPU cannot be measured; the message says which one and why."""
 

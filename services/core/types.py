@@ -150,7 +150,7 @@ class MemorySwitch:
 @dataclass(frozen=True, slots=True)
 class ServerReport:
     """Answer of a rollout server to one `advance`: what finished since the last report and what still runs.
-    Prefills that ended since then had `prefill_tokens` and took at most `prefill_s`."""
+    Prefills that ended since then had `prefill_tokens` and took at most `prefill_s`; `memory_switches` were made."""
 
     finished: tuple[Rollout, ...]
     running: tuple[RunningRequest, ...]
@@ -161,6 +161,7 @@ class ServerReport:
     versions: ServedVersions
     prefill_tokens: int = 0
     prefill_s: float = 0.0
+    memory_switches: tuple[MemorySwitch, ...] = ()
 
 
 # ---------------------------------------------------------------------------- rewards and groups
@@ -235,9 +236,19 @@ class HiddenStateChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class BufferView:
+    """What a drafter trainer's buffer holds, and what it has lost since its start by cause, in sequences."""
+
+    num_sequences: int
+    num_bytes: int  # in memory
+    spilled_bytes: int  # on disk
+    lost: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class DrafterProgress:
-    """What one `train` call of a drafter trainer did. `expected_acceptance[k]` is the mean sum of
-    min(target_probs, draft_probs) at draft depth k + 1."""
+    """What one `train` call of a drafter trainer did, and its `buffer` afterwards. `expected_acceptance[k]` is the mean
+    sum of min(target_probs, draft_probs) at draft depth k + 1."""
 
     micro_steps: int
     total_steps: int
@@ -245,6 +256,7 @@ class DrafterProgress:
     loss: float
     expected_acceptance: tuple[float, ...]
     busy_s: float
+    buffer: BufferView | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,8 +371,17 @@ class EvalResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ControlState:
+    """What people asked of a run: to pause between steps, and a strategy's name in place of the selector's choice."""
+
+    paused: bool = False
+    forced: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ProgressView:
-    """What the live display shows; cheap to produce at any time."""
+    """What the live display shows; cheap to produce at any time. `at_s` is when it was made and `phase_at_s` when the
+    phase began, in seconds since the start of the run."""
 
     phase: str
     step: int
@@ -376,3 +397,6 @@ class ProgressView:
     drafter_version: int
     slots: Mapping[str, str]
     events: tuple[RunEvent, ...] = ()
+    at_s: float = 0.0
+    phase_at_s: float = 0.0
+    control: ControlState = ControlState()

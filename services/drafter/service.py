@@ -101,7 +101,7 @@ class DrafterService:
         steps: list[MicroStep] = []
         while len(self._buffer) and self._interrupted != epoch and (not steps or self._clock() - started < budget_s):
             steps.append(self._trainer.train_micro_step(self._draw()))
-        return summarise(steps, self._trainer.total_steps, self._clock() - started)
+        return summarise(steps, self._trainer.total_steps, self._clock() - started, self._buffer)
 
     def interrupt(self, epoch: int) -> None:
         """May be called from another thread while `train` runs: it ends with its micro-step, and so does a later one

@@ -6,6 +6,9 @@
     events.jsonl       lost servers, returns, published drafters, ...
     spans.jsonl        slot roles
     rollouts/          step_00001.parquet, ...
+    progress.json      what is happening now, replaced about once a second
+    metrics_endpoint.json  where Prometheus finds the metrics of the run while it runs, as file_sd_configs reads it
+    metrics_values.json    the values of the metrics, to go on counting from
     checkpoints/       step-0000000005/, ... to go on from (written by the policy trainer)
     lock.json          who drives the run
     summary.json, trace.json, report.html    at the end
@@ -15,6 +18,7 @@ Appends are one write of one whole line, so a killed run leaves a folder that `l
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import shutil
@@ -43,11 +47,15 @@ from services.report.history import (
     superseded,
 )
 from services.report.html import render_html
+from services.report.progress_file import ProgressFile
 from services.report.records import Row, read_json, to_json, to_row, write_atomic
 from services.report.rollouts_file import write_rollouts
 from services.report.run_data import load_run
 from services.report.run_lock import RunLock
 from services.report.trace import build_trace
+
+ENDPOINT_FILE = "metrics_endpoint.json"
+VALUES_FILE = "metrics_values.json"
 
 
 class _LineFile:
@@ -87,7 +95,9 @@ class RunFolder:
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         token: Callable[[], str] = lambda: secrets.token_hex(3),
         clock: Callable[[], float] = time.monotonic,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
+        self._say = say
         self._clock, self._started_s, self._config = clock, clock(), config.run
         self._started_at = now().isoformat(timespec="seconds")
         self.run_id = config.run.id or make_run_id(config.run.name, now(), token())
@@ -106,6 +116,7 @@ class RunFolder:
         self._metrics = _LineFile(self.path / METRICS)
         self._events = _LineFile(self.path / EVENTS)
         self._spans = _LineFile(self.path / SPANS)
+        self._progress_file = ProgressFile(self.path / "progress.json")
         self._progress_lock = threading.Lock()
         self._progress: ProgressView | None = None
         about = read_json(self.path / "run.json") or {}
@@ -150,6 +161,12 @@ class RunFolder:
         }
         write_atomic(self.path / "run.json", to_json(about, indent=2) + "\n")
 
+    def reachable_at(self, ray: Mapping[str, str | None]) -> None:
+        """Tell in run.json where the run's Ray answers and how, so that the run can be controlled from another
+        process."""
+        self._starts[-1]["ray"] = dict(ray)
+        self._write_about()
+
     @property
     def drafter_dir(self) -> Path:
         """Where the exported drafter goes."""
@@ -176,17 +193,33 @@ class RunFolder:
     def progress(self, view: ProgressView) -> None:
         with self._progress_lock:
             self._progress = view
+        self._progress_file.offer(view)
 
     def latest_progress(self) -> ProgressView | None:
         """The newest view, for the live display; None before the first."""
         with self._progress_lock:
             return self._progress
 
+    def endpoint(self, host: str, port: int) -> None:
+        """Tell Prometheus where to scrape, and the person at the console."""
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        write_atomic(self.path / ENDPOINT_FILE, json.dumps([{"targets": [where]}]) + "\n")
+        self._say(f"metrics: http://{where}/metrics")
+
+    def values(self, state: Mapping[str, Sequence[float]]) -> None:
+        write_atomic(self.path / VALUES_FILE, to_json(to_row(state)) + "\n")
+
+    def kept_values(self) -> Row:
+        """The values of the metrics when the run was last driven; empty when it is new."""
+        return read_json(self.path / VALUES_FILE) or {}
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, trace.json and report.html; call it also for a stopped run, with status "stopped"."""
+        self._progress_file.close()
         wall_s = round(self._clock() - self._started_s, 3)
         row = to_row({"run_id": self.run_id, "status": "finished", "wall_seconds": wall_s, **summary})
         write_atomic(self.path / "summary.json", to_json(row, indent=2) + "\n")
+        (self.path / ENDPOINT_FILE).unlink(missing_ok=True)  # nothing is served there any more
         render_report(self.path)
         self._prune(self.recorded_step())
         self._lock.release()

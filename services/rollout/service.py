@@ -46,6 +46,7 @@ class RolloutService:
         self._epoch: int | None = None  # none until the first open_epoch
         self._finished: list[Rollout] = []  # ended while others were withdrawn: the next report tells them
         self._untold_tokens = 0  # generated since the last report
+        self._switches: list[MemorySwitch] = []  # of memory, since the last report
         self._open: set[tuple[str, int]] = set()  # accepted and neither told nor handed back
 
     def open_epoch(self, epoch: int) -> ServedVersions:
@@ -108,8 +109,9 @@ class RolloutService:
             versions=engine.versions,
             prefill_tokens=engine.prefilled[0] - prefilled[0],
             prefill_s=engine.prefilled[1] - prefilled[1],
+            memory_switches=tuple(self._switches),
         )
-        self._finished, self._untold_tokens = [], 0
+        self._finished, self._untold_tokens, self._switches = [], 0, []
         self._open.difference_update((r.group_id, r.index) for r in report.finished)
         return report
 
@@ -143,7 +145,9 @@ class RolloutService:
         self._check(epoch)
         if not isinstance(self._engine, SGLangEngine):
             raise ConfigError("the native engine cannot release its memory: use rollout.engine.type: sglang")
-        return self._engine.switch_memory(release)
+        switch = self._engine.switch_memory(release)
+        self._switches.append(switch)
+        return switch
 
     def take_states(self, step: int, epoch: int) -> tuple[HiddenStateChunk, list[HiddenStates]]:
         """The hidden states kept since the last call, for the drafter; `step` is noted on the chunk."""

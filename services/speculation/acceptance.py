@@ -15,6 +15,7 @@ class AcceptanceCounter:
         earlier = earlier or AcceptanceStats()
         self._histogram: Counter[int] = Counter(dict(enumerate(earlier.histogram)))
         self._steps: Counter[str] = Counter(earlier.steps_by_strategy)
+        self._accepted: Counter[str] = Counter(earlier.accepted_by_strategy)
         self._proposed = earlier.proposed
 
     def plain(self, strategy: str) -> None:
@@ -30,8 +31,9 @@ class AcceptanceCounter:
         self._histogram[emitted - 1] += 1
         self._proposed += proposed
         self._steps[strategy] += 1
+        self._accepted[strategy] += emitted - 1
 
     def stats(self) -> AcceptanceStats:
         longest = max(self._histogram, default=-1)
         histogram = tuple(self._histogram[k] for k in range(longest + 1))
-        return AcceptanceStats(histogram, self._proposed, dict(self._steps))
+        return AcceptanceStats(histogram, self._proposed, dict(self._steps), dict(self._accepted))

@@ -76,7 +76,7 @@ def bounded(action: Callable[[], T], limit_s: float, look: Look, what: str) -> T
         try:
             done.set_result(action())
         except (RuntimeError, ValueError, OSError) as error:  # torch's errors of connections are RuntimeErrors
-            done.set_exception(TransferError(f"{what} failed: {_first_line(error)}"))
+            done.set_exception(TransferError(f"{what} failed: {first_line(error)}"))
 
     threading.Thread(target=run, name=what, daemon=True).start()
     give_up_s = time.monotonic() + limit_s
@@ -237,5 +237,5 @@ def _closed(peer: socket.socket) -> bool:
         return True
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300].rstrip(".") or type(error).__name__

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import TCPStore
 
 from services.core.errors import TransferError
-from services.weights.link import LATER_S, DeviceFacts, Link, Look, bounded, choose_backend, open_link
+from services.weights.link import LATER_S, DeviceFacts, Link, Look, bounded, choose_backend, first_line, open_link
 from services.weights.parts import Manifest
 
 GREETING_BYTES = 4096
@@ -66,7 +66,7 @@ class Doorway:
             self._listener = socket.create_server((host, 0), family=family)
             self._store = TCPStore(host, 0, None, True, timedelta(seconds=limit_s), wait_for_workers=False)
         except (OSError, RuntimeError) as error:
-            raise TransferError(f"cannot listen on {host}: {error}") from None
+            raise TransferError(f"cannot listen on {host}: {first_line(error)}") from None
         self._listener.settimeout(limit_s + LATER_S)
 
     @property

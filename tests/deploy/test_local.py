@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from deploy.local import run_local
+from deploy.resuming import start_of
 from services.core.checkpoints import whole_checkpoints
 from services.core.errors import StopRequested
 from services.drafter.checkpoint import starting_state
-from services.report.run_folder import RunFolder
+from services.report.run_folder import VALUES_FILE, RunFolder
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 from tests.services.coordinator.fakes import Recorder
 from tests.services.energy.scripted import ScriptedReader
@@ -111,3 +112,19 @@ def test_an_interrupted_observer_ends_the_run_and_is_finished(model: Path, tmp_p
     with pytest.raises(StopRequested):
         run_local(tiny_run(model, tmp_path), observer)
     assert [s["status"] for s in observer.summaries] == ["stopped"]
+
+
+def test_the_totals_of_a_resumed_run_go_on(model: Path, tmp_path: Path) -> None:
+    """Row 76: across drivers too, by the run folder."""
+    totals = []
+    for steps in (2, 3):
+        run = {"id": "again", "dir": str(tmp_path), "steps": steps, "eval_prompts": 2, "compare_prompts": 0}
+        config = tiny_run(model, tmp_path, run={**run, "checkpoint_every": 1})
+        folder = RunFolder(config)
+        run_local(config, folder, start=start_of(config, folder))
+        values = json.loads((folder.path / VALUES_FILE).read_text())
+        totals.append({key: numbers[0] for key, numbers in values.items() if key.partition("|")[0].endswith("_total")})
+    before, after = totals
+    assert before["longtail_steps_total"] == 2 and after["longtail_steps_total"] == 3
+    assert all(after[key] >= number for key, number in before.items())
+    assert after["longtail_coordinator_restarts_total"] == 0 and after["longtail_events_total|run_resumed"] == 1

@@ -15,7 +15,7 @@ from services.core.types import ProgressView
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 from tests.services.coordinator.fakes import Recorder
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS, PROMPTS, GROUP = 4, 12, 4
 
@@ -32,6 +32,7 @@ def test_a_killed_server_gets_the_policy_again_and_one_without_a_connection_gets
             "engine": {"type": "native", "max_running": 8, "max_len": 192}, "sampling": {"max_tokens": 120},
         },
         weights={"transport": "collective", "part_bytes": 20_000, "connect_timeout_s": connect_timeout_s},
+        coordinator={"start_timeout_s": 240.0},
         run={"dir": str(tmp_path), "steps": STEPS, "eval_prompts": 4, "compare_prompts": 2, "compare_repeats": 1},
     )  # fmt: skip
     processes: dict[str, int] = {}
@@ -56,5 +57,5 @@ def test_a_killed_server_gets_the_policy_again_and_one_without_a_connection_gets
         assert not told, told
     else:
         assert {e.subject for e in told} == {"rollout-0", "rollout-1"}
-        assert all("did not finish within" in e.message for e in told), told
+        assert all(e.message.endswith("through the object store") for e in told), told
     assert "slot_lost" in {e.kind for e in observer.events}

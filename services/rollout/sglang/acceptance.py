@@ -21,7 +21,8 @@ def acceptance_stats(histogram: Sequence[int], num_tokens: int, strategy: DraftS
     counts = _without_surplus(list(histogram), num_tokens)
     steps = sum(counts)
     by_strategy = {strategy.name: steps} if steps else {}
-    return AcceptanceStats(tuple(counts), steps * (strategy.num_draft_tokens - 1), by_strategy)
+    accepted = {strategy.name: sum(k * n for k, n in enumerate(counts))} if steps else {}
+    return AcceptanceStats(tuple(counts), steps * (strategy.num_draft_tokens - 1), by_strategy, accepted)
 
 
 def _without_surplus(counts: list[int], num_tokens: int) -> list[int]:

@@ -346,6 +346,8 @@ class Recorder:
     events: list[Any] = field(default_factory=list)
     views: list[Any] = field(default_factory=list)
     summaries: list[Any] = field(default_factory=list)
+    endpoints: list[Any] = field(default_factory=list)
+    states: list[Any] = field(default_factory=list)
     watch: Callable[[Any], None] = lambda view: None
 
     def step(self, metrics: Any) -> None:
@@ -366,6 +368,12 @@ class Recorder:
     def progress(self, view: Any) -> None:
         self.views.append(view)
         self.watch(view)
+
+    def endpoint(self, host: str, port: int) -> None:
+        self.endpoints.append((host, port))
+
+    def values(self, state: Any) -> None:
+        self.states.append(state)
 
     def finish(self, summary: Any) -> None:
         self.summaries.append(summary)

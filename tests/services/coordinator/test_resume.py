@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from services.coordinator.control import ControlRequest
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.resume import RunMemory, Takeover, drafter_version_after
 from services.coordinator.services import Inputs
 from services.core.checkpoints import CheckpointNote, read_note
-from services.core.errors import StopRequested
+from services.core.errors import ControlRefusedError, StopRequested
 from services.core.types import RunEvent, ServedVersions
 from tests.services.coordinator.fakes import SAMPLING, World, make_prompts, tiny_config
 
@@ -102,14 +103,16 @@ def test_a_stop_while_the_policy_is_ahead_of_the_records_writes_nothing() -> Non
     assert world.policy.instance.checkpoints == []
 
 
-def test_checkpoints_can_be_wanted_and_be_off() -> None:
+def test_checkpoints_can_be_asked_for_and_be_off() -> None:
     off = World(config_of(checkpoint_every=0))
-    off.coordinator.checkpoints.want()
+    with pytest.raises(ControlRefusedError, match="checkpoint_every"):
+        off.coordinator.control.ask(ControlRequest("checkpoint"))
     off.coordinator.run()
     assert off.policy.instance.checkpoints == []
     world = World(config_of(checkpoint_every=100, keep_best=1, eval_every=4))
     world.coordinator.checkpoints.counters = lambda: {"rollouts_total": 24.0}
-    world.observer.watch = lambda view: world.coordinator.checkpoints.want() if view.step == 2 else None
+    ask = ControlRequest("checkpoint")
+    world.observer.watch = lambda v: world.coordinator.control.ask(ask) if (v.step, v.phase) == (2, "reward") else None
     world.coordinator.run()
     notes = [c[0] for c in world.policy.instance.checkpoints]
     # on demand, at an evaluation that may be the best, at the end

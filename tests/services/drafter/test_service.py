@@ -68,6 +68,7 @@ def test_train_needs_a_lease_a_state_and_data(build, states) -> None:
     service.add_chunk(chunk_of(states), states)
     progress = service.train(3.5, 4)
     assert progress.micro_steps == progress.total_steps == 4 and math.isfinite(progress.loss)
+    assert progress.buffer is not None and progress.buffer.num_sequences > 0 < progress.buffer.num_bytes
     assert len(progress.expected_acceptance) == 4 and all(0 <= a <= 1 for a in progress.expected_acceptance)
     for epoch in (3, 5):
         with pytest.raises(StaleEpochError):

@@ -20,7 +20,7 @@ from services.core.errors import ConfigError
 from services.core.types import Group, ProgressView, Reward, RunEvent, SlotSpan, StepMetrics
 from services.report.records import read_lines, to_json, to_row
 from services.report.run_data import load_run
-from services.report.run_folder import RunFolder, make_run_id, render_report
+from services.report.run_folder import ENDPOINT_FILE, VALUES_FILE, RunFolder, make_run_id, render_report
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -218,3 +218,22 @@ def test_progress_is_read_whole_from_any_thread(folder: RunFolder) -> None:
 def test_to_row_keeps_the_kind_first_and_enums_as_words(metrics: StepMetrics) -> None:
     row = to_row({"a": {"b": math.nan}, "t": (1, 2)}, kind="x")
     assert next(iter(row)) == "kind" and row["not_finite"] == ["a.b"] and json.loads(to_json(row))["t"] == [1, 2]
+
+
+def test_prometheus_finds_the_endpoint_while_the_run_lasts(config: ClusterConfig) -> None:
+    told: list[str] = []
+    folder = RunFolder(config, token=lambda: "endpoint", say=told.append)
+    folder.endpoint("127.0.0.1", 1001)
+    folder.endpoint("fe80::1", 1002)  # of a coordinator that took over elsewhere
+    assert json.loads((folder.path / ENDPOINT_FILE).read_text()) == [{"targets": ["[fe80::1]:1002"]}]
+    assert told == ["metrics: http://127.0.0.1:1001/metrics", "metrics: http://[fe80::1]:1002/metrics"]
+    folder.finish({"status": "stopped"})
+    assert not (folder.path / ENDPOINT_FILE).exists()
+
+
+def test_the_metrics_values_are_kept_whole(folder: RunFolder) -> None:
+    state = {"longtail_steps_total": (3.0,), "longtail_load_seconds": (0.5, 1.0, 0.0)}
+    folder.values({"longtail_steps_total": (2.0,)})
+    folder.values(state)
+    kept = json.loads((folder.path / VALUES_FILE).read_text())
+    assert kept == {name: list(numbers) for name, numbers in state.items()}

@@ -225,6 +225,13 @@ def test_memory_is_lent_out_and_taken_back() -> None:
     assert handle.loads == [("policy", 0), ("drafter", 0)]
 
 
+def test_the_next_report_tells_what_was_lent_and_taken_back_once() -> None:
+    service, _ = served(CHAIN)
+    switches = (service.switch_memory(True, EPOCH), service.switch_memory(False, EPOCH))
+    assert service.advance(0.0, EPOCH).memory_switches == switches
+    assert service.advance(0.0, EPOCH).memory_switches == ()
+
+
 def test_the_native_engine_has_no_memory_to_lend() -> None:
     service = RolloutService(make_engine(MODEL), {}, ticking())
     service.open_epoch(EPOCH)
