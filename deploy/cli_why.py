@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -43,7 +44,10 @@ def _identify(run: str) -> tuple[str, str | None]:
     if not about.is_file():
         return Path(run).name, None
     told = json.loads(about.read_text(encoding="utf-8"))
-    return told["run_id"], told.get("ray_address")
+    where = told["starts"][-1].get("ray") or {}
+    if where.get("auth_mode"):
+        os.environ.setdefault("RAY_AUTH_MODE", where["auth_mode"])
+    return told["run_id"], where.get("address")
 
 
 def _actors_of(run_id: str) -> dict[str, Mapping[str, Any]]:
