@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
 from services.core.checkpoints import CheckpointNote
 from services.core.control import refuse_tensors
-from services.core.errors import LongtailError, ServiceLostError, WaitTimeoutError
+from services.core.errors import BlobLostError, LongtailError, ServiceLostError, WaitTimeoutError
 from services.core.protocols import Blob, Pending
 from services.core.types import GroupWork, HiddenStateChunk, Prompt, Rollout, TrainBatch
 from services.weights.rendezvous import Invitation, Offer
@@ -62,7 +62,13 @@ class RayCall:
         except RayTaskError as error:
             if isinstance(error.cause, LongtailError):
                 raise error.cause from None
+            if isinstance(error.cause, ObjectLostError):
+                raise BlobLostError(
+                    f"{self.what} was given tensors that are lost with the machine that held them"
+                ) from None
             raise
+        except ObjectLostError:
+            raise ServiceLostError(self._name, f"the answer of {self.what} is lost with its machine") from None
         refuse_tensors(answer, f"answer of {self.what}")
         return answer
 

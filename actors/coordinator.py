@@ -26,6 +26,7 @@ from actors.clients import (
 from services.config.schema import ClusterConfig
 from services.coordinator.control import ControlRequest
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.diagnosis import Diagnosis
 from services.coordinator.observer import Fanout
 from services.coordinator.resume import Takeover
 from services.coordinator.services import Inputs, Services
@@ -110,6 +111,9 @@ class CoordinatorActor:
 
     def progress(self) -> ProgressView:
         return self._coordinator.latest()
+
+    def diagnosis(self) -> Diagnosis:
+        return self._coordinator.diagnosis()
 
     def observations(self) -> list[Observation]:
         """What happened since the last call, in order. Calling again says that the answer before arrived."""

@@ -310,6 +310,59 @@ def bench_tail(
         _end(run_bench(resolved, repeats), as_json)
 
 
+@app.command()
+def doctor(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="What is to be run.")] = "pocket-demo",
+    settings: Settings = None,
+    address: Annotated[str | None, typer.Option(help="Ray to examine (placement.address), HOST:PORT or auto.")] = None,
+) -> None:
+    """Compare what a run needs with what the machines have; name what is missing."""
+    with errors_told():
+        resolved = config_of(config, settings or [])
+        from deploy.cli_doctor import examine
+
+        examine(resolved, address)
+
+
+@app.command()
+def why(
+    run: Annotated[str, typer.Argument(metavar="RUN_ID|RUN_DIR", help="A run that is under way.")],
+    address: Annotated[str | None, typer.Option(help="Its Ray, HOST:PORT; default: as the run folder says.")] = None,
+    stacks: Annotated[bool, typer.Option("--stacks", help="Also where each process is (py-spy).")] = False,
+) -> None:
+    """Say what a running run waits for: slots and leases, calls without an answer, versions, pending resources."""
+    with errors_told():
+        from deploy.cli_why import explain
+
+        explain(run, address, stacks)
+
+
+@app.command()
+def submit(
+    config: Config,
+    settings: Settings = None,
+    address: Annotated[
+        str | None, typer.Option(help="The cluster's dashboard, http://HOST:8265; default: RAY_API_SERVER_ADDRESS.")
+    ] = None,
+    run_id: Annotated[str | None, typer.Option(help="The run's id (run.id): submitting it again is safe.")] = None,
+    working_dir: Annotated[Path, typer.Option(help="What is sent: a checkout, or a folder with YAML files.")] = Path(),
+    exclude: Annotated[list[str] | None, typer.Option(help="Paths or names to leave out; shell patterns.")] = None,
+    env: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Environment of the job.")] = None,
+    wait: Annotated[bool, typer.Option(help="Follow the job's log and return its exit code.")] = True,
+) -> None:
+    """Run `train` as a job on a Ray cluster; token from RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."""
+    with errors_told():
+        resolved = config_of(config, settings or [])
+        from deploy.cli_shared import pairs_of
+        from deploy.cli_submit import Submission, submit
+
+        arguments = [config, *(settings or [])]
+        submit(
+            resolved,
+            Submission(arguments, working_dir, address, run_id, pairs_of(env or []), tuple(exclude or ()), wait),
+        )
+
+
 @config_app.command("show")
 def config_show(config: Config, settings: Settings = None) -> None:
     """Print the resolved configuration, every default written out."""

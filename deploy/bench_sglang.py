@@ -22,9 +22,9 @@ import ray
 
 from actors.rollout import RolloutActor
 from deploy.bench_publish import EPOCH, STORE_7B, fetch, publish_figures
-from deploy.cluster import ray_session
 from deploy.inputs import load_inputs
 from deploy.provenance import provenance
+from deploy.session import ray_session
 from services.config.schema import ClusterConfig, SGLangEngine
 from services.core.errors import ConfigError
 from services.core.types import GroupWork, Prompt, SamplingParams

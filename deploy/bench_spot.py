@@ -25,10 +25,11 @@ import torch
 
 from actors.clients import RayEnergyClient
 from actors.coordinator import ray_services
-from deploy.cluster import actors, ray_session
+from deploy.cluster import actors
 from deploy.inputs import load_inputs
 from deploy.metering import start_energy
 from deploy.provenance import provenance
+from deploy.session import ray_session
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.stats import quantile

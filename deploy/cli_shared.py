@@ -75,3 +75,11 @@ def training_config(
     place = resume.resolve()
     own = [f"run.dir={json.dumps(str(resume.parent))}", f"run.id={json.dumps(place.name)}"]
     return config_of(str(stored), [*([config] if config else []), *settings], own)
+
+
+def pairs_of(settings: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE words as a mapping. Raises ConfigError."""
+    for setting in settings:
+        if not setting.partition("=")[0] or "=" not in setting:
+            raise ConfigError(f"{setting!r} is not NAME=VALUE")
+    return {name: value for name, _, value in (s.partition("=") for s in settings)}

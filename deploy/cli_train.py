@@ -109,7 +109,8 @@ def _run(config: ClusterConfig, folder: RunFolder, start: Start) -> dict[str, An
         from deploy.local import run_local
 
         return run_local(config, folder, on_drafter=export, start=start)
-    from deploy.cluster import ray_about, run_on_ray
+    from deploy.cluster import run_on_ray
+    from deploy.session import ray_about
 
     def started(_handles: Mapping[str, Any]) -> None:
         interrupt_on_sigterm()

@@ -6,8 +6,6 @@ Ctrl-C into a stop at the coordinator's next safe point.
 
 from __future__ import annotations
 
-import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,10 +14,9 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.exceptions import RayActorError
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
-from rich.console import Console
 
 from actors.clients import CONTROL, TRANSFERS
 from actors.coordinator import CoordinatorActor
@@ -27,24 +24,15 @@ from actors.drafter import DrafterActor
 from actors.policy import PolicyActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
+from deploy.console import CONSOLE, START_NEWS_S
 from deploy.inputs import load_inputs
 from deploy.leftovers import await_names_free
 from deploy.metering import EnergyMeters, start_energy
-from deploy.naming import NAMESPACE, actor_name
-from deploy.placement import (
-    ROLES,
-    ROLLOUT,
-    TRAINER_ENV,
-    ActorPlan,
-    actor_env,
-    bundles,
-    check_resources,
-    machine_cpus,
-    plan_actors,
-    role_selector,
-)
-from deploy.processes import descendants, end_processes
+from deploy.naming import actor_name
+from deploy.placement import ROLES, TRAINER_ENV, ActorPlan, actor_env, plan_actors, role_selector
 from deploy.resuming import GoBack, Start, nameless_start
+from deploy.session import ray_session
+from deploy.slots import first_gpu, place_slots
 from deploy.watch import Watch, cause
 from services.config.schema import ClusterConfig
 from services.coordinator.observer import RunObserver
@@ -55,11 +43,8 @@ from services.core.errors import LongtailError, ServiceLostError, StopRequested,
 
 KINDS = {"rollout": RolloutActor, "drafter": DrafterActor, "policy": PolicyActor, "reward": RewardActor}
 
-# How often to say what a start waits for: an SGLang engine takes minutes to compile its kernels.
-START_NEWS_S = 15.0
 
 Handles = dict[str, Any]
-CONSOLE = Console(stderr=True, markup=False, highlight=False)
 
 
 def run_on_ray(
@@ -96,47 +81,12 @@ def run_on_ray(
 
 
 @contextmanager
-def ray_session(config: ClusterConfig) -> Iterator[None]:
-    """A private Ray on this machine, or a connection to `placement.address`. Leaves no process behind."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = config.placement.address
-    own: dict[str, Any] = {
-        "num_cpus": machine_cpus(),
-        "include_dashboard": False,
-        "object_store_memory": config.placement.object_store_bytes,
-    }
-    before = descendants()
-    ray.init(
-        address=address if address is not None else "local",
-        namespace=NAMESPACE,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-        configure_logging=True,
-        **({} if address is not None else own),
-    )
-    try:
-        check_resources(config, ray.cluster_resources())
-        yield
-    finally:
-        started = [p for p in descendants() if p not in before]
-        ray.shutdown()
-        end_processes(started)
-
-
-def ray_about() -> dict[str, str | None]:
-    """What another process of this user needs to connect to the same Ray: where its head answers (HOST:PORT), and
-    whether it asks for a token. Ray asks for one by itself where `ray.init` starts it; the token is in the user's home.
-    """
-    return {"address": ray.get_runtime_context().gcs_address, "auth_mode": os.environ.get("RAY_AUTH_MODE")}
-
-
-@contextmanager
 def actors(config: ClusterConfig, inputs: Inputs, start: Start | None = None) -> Iterator[Handles]:
     """Every actor of the run, constructed and answering."""
     start = start or nameless_start()
     config, run_id = start.fitted(config), start.run_id
     await_names_free(run_id, config.coordinator.start_timeout_s)
-    group = _slots(config)
+    group = place_slots(config)
     handles: Handles = {}
     try:
         plans = plan_actors(config)
@@ -152,49 +102,6 @@ def actors(config: ClusterConfig, inputs: Inputs, start: Start | None = None) ->
         _stop_actors(handles)
         if group is not None:
             remove_placement_group(group)
-
-
-def _slots(config: ClusterConfig) -> Any:
-    """The placement group of the slots, ready; None when slots ask for nothing."""
-    wanted = bundles(config)
-    if not wanted:
-        return None
-    selector = role_selector(config, ROLLOUT)
-    labels = [selector] * len(wanted) if selector else None
-    group = placement_group(wanted, strategy="PACK", bundle_label_selector=labels)
-    timeout_s = config.coordinator.start_timeout_s
-    try:
-        ray.get(group.ready(), timeout=timeout_s)
-    except GetTimeoutError:
-        remove_placement_group(group)
-        raise WaitTimeoutError(
-            f"the placement group of {len(wanted)} slots ({wanted[0]} each) was not placed within {timeout_s:.0f} s: "
-            "other jobs hold the cluster's resources"
-        ) from None
-    return group
-
-
-def first_gpu(group: Any, slot: int, config: ClusterConfig) -> str:
-    """The id of the slot's first GPU, as CUDA_VISIBLE_DEVICES takes it: asked from within the slot's bundle, which
-    keeps its GPUs."""
-    ask = ray.remote(_gpu_ids).options(
-        num_cpus=0,
-        num_gpus=config.placement.gpus_per_slot,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=slot),
-    )
-    timeout_s = config.coordinator.start_timeout_s
-    try:
-        ids: list[str] = ray.get(ask.remote(), timeout=timeout_s)
-    except GetTimeoutError:
-        raise WaitTimeoutError(
-            f"slot {slot} did not tell its GPUs within {timeout_s:.0f} s: see the Ray logs"
-        ) from None
-    return ids[0]
-
-
-def _gpu_ids() -> list[str]:
-    ids: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-    return ids
 
 
 def _start(plan: ActorPlan, config: ClusterConfig, start: Start, group: Any, lent: Mapping[int, str]) -> Any:

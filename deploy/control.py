@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from services.core.errors import ControlRefusedError, LongtailError, ServiceLost
 from services.report.records import read_json
 
 CALL_S = 15.0  # the coordinator answers in a thread of its own
-PROCESS_S = 60.0  # start, connect, ask
+PROCESS_S = 90.0  # start, connect, ask: seconds, unless the machine is busy
 ERRORS: dict[str, type[LongtailError]] = {
     "ControlRefusedError": ControlRefusedError,
     "WaitTimeoutError": WaitTimeoutError,
@@ -134,4 +135,5 @@ def _main(order: dict[str, Any]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    signal.alarm(int(PROCESS_S))  # also when whoever waits for it has gone
     print(json.dumps(_main(json.load(sys.stdin))))

@@ -185,6 +185,10 @@ class LocalRolloutClient(_Client):
 
 
 class LocalDrafterClient(_Client):
+    def initial_state(self) -> tuple[Pending[int], Blob]:
+        call = self._service.run("initial_state", lambda s: s.initial_state())
+        return _Part(call, 0), Blob(_Part(call, 1))
+
     def prepare(self, state: Blob) -> LocalCall:
         return self._service.run("prepare", lambda s: s.prepare(_value(state)))
 

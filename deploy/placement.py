@@ -1,4 +1,4 @@
-"""Which actor goes where with which resources: a plan from config, and the check that the cluster can hold it.
+"""Which actor goes where with which resources: a plan from config.
 
 One placement-group bundle per slot holds its rollout server and its drafter trainer, which take turns on it.
 """
@@ -6,12 +6,10 @@ One placement-group bundle per slot holds its rollout server and its drafter tra
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deploy.inputs import needs_drafter
 from services.config.schema import ClusterConfig, NativeEngine
-from services.core.errors import ConfigError
 
 HEAD, ROLLOUT, POLICY = "head", "rollout", "policy"  # roles of Ray nodes
 ROLES = {"rollout": ROLLOUT, "drafter": ROLLOUT, "policy": POLICY, "reward": HEAD}  # where each kind of actor belongs
@@ -97,22 +95,6 @@ def role_selector(config: ClusterConfig, role: str) -> dict[str, str]:
     """Ray's label selector; empty where any node will do. Without it Ray packs slots onto the policy trainer's node
     when they fit there, and the trainer finds no node that is large enough."""
     return {role_label(role): "true"} if config.placement.role_labels else {}
-
-
-def check_resources(config: ClusterConfig, available: Mapping[str, float]) -> None:
-    """Raise ConfigError naming what is missing, instead of waiting for ever on a cluster that is too small."""
-    slots, place = config.rollout.num_servers, config.placement
-    demand = {
-        "CPU": (slots * place.cpus_per_slot + place.policy_cpus, "placement.cpus_per_slot or placement.policy_cpus"),
-        "GPU": (slots * place.gpus_per_slot + place.policy_gpus, "placement.gpus_per_slot or placement.policy_gpus"),
-    }
-    for resource, (wanted, knobs) in demand.items():
-        have = available.get(resource, 0.0)
-        if wanted > have:
-            raise ConfigError(
-                f"{slots} slots and the policy trainer need {wanted:g} {resource}, the cluster has {have:g}; "
-                f"lower rollout.num_servers, {knobs}, or add machines"
-            )
 
 
 def actor_env(threads: int) -> dict[str, str]:

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
+from deploy.console import CONSOLE
 from deploy.resuming import GoBack
 from services.coordinator.observer import RunObserver
 from services.coordinator.resume import RunMemory, Takeover
@@ -132,7 +133,11 @@ class Watch:
             version, (reference,) = published
             with warnings.catch_warnings():  # tensors are views of the object store, and are only read
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-                tensors = ray.get(reference, timeout=30.0)
+                try:
+                    tensors = ray.get(reference, timeout=30.0)
+                except ObjectLostError:
+                    CONSOLE.print(f"drafter version {version} is lost with its machine, it is not in the run folder")
+                    return
             self._on_drafter(version, tensors)
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import yaml
 
+from deploy.fitting import Room, misfits
 from deploy.k8s.house_rules import gpus_of, house_problems
 from deploy.k8s.kustomize import build
 from deploy.k8s.operator_rules import Spec, operator_problems, ray_clusters, ray_container
 from deploy.k8s.quantity import amount
 from deploy.k8s.schemas import schema_problems
-from deploy.placement import check_resources
 from services.config.load import parse_config
 from services.core.errors import ConfigError
 
@@ -141,14 +141,15 @@ def _configs(cluster: Spec, maps: Mapping[str, Mapping[str, str]]) -> Iterator[s
 
 
 def _too_small(cluster: Spec, text: str) -> str | None:
-    have = {"CPU": 0.0, "GPU": 0.0}
+    rooms = []
     for group in cluster.get("workerGroupSpecs", ()):
         limits = ray_container(group).get("resources", {}).get("limits", {})
         cpus = group.get("rayStartParams", {}).get("num-cpus", limits.get("cpu", 0))
-        have["CPU"] += group.get("replicas", 0) * math.ceil(amount(cpus))
-        have["GPU"] += group.get("replicas", 0) * (gpus_of(group) or 0)
+        has = {"CPU": float(math.ceil(amount(cpus))), "GPU": float(gpus_of(group) or 0)}
+        names = (f"{group.get('groupName')} {i + 1}" for i in range(group.get("replicas", 0)))
+        rooms += [Room(name, has, group.get("labels", {})) for name in names]
     try:
-        check_resources(parse_config(text, "config.yaml"), have)
+        missing = list(misfits(parse_config(text, "config.yaml"), rooms))
     except ConfigError as error:
-        return f"its pods do not hold its configuration: {error}"
-    return None
+        missing = [str(error)]
+    return f"its pods do not hold its configuration: {'; '.join(missing)}" if missing else None

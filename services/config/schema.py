@@ -178,6 +178,9 @@ class PlacementConfig(Section):
     gpus_per_slot: float = Field(0.0, ge=0)
     policy_cpus: float = Field(0.5, ge=0)
     policy_gpus: float = Field(0.0, ge=0)
+    # How Ray spreads slots over nodes; with STRICT_SPREAD a slot whose node is lost waits for a node, it never moves
+    # in with another one.
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     # Slots only on Ray nodes labelled longtail.io/rollout=true, the policy trainer on longtail.io/policy=true, the
     # coordinator and the reward workers on longtail.io/head=true. For clusters whose nodes differ by role.
     role_labels: bool = False

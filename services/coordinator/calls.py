@@ -1,9 +1,10 @@
 """Calls under way: everything the coordinator has asked for and not heard back about, in one place.
 
-Each call has an owner (the service's name), a time-out, and two continuations: `done` with the answer, `lost` when
-the callee died, was replaced, or stayed silent. A third, `untransferred`, when weights did not come over a direct
-connection; without it that counts as a loss. `turn` is the coordinator's heartbeat: it waits for anything to
-become ready and runs the continuations, one at a time, in the coordinator's only thread.
+Each call has an owner (the service's name), a time-out, and continuations: `done` with the answer; `lost` when the
+callee died, was replaced, or stayed silent; `gone` when the callee is well, but tensors that it was to get are lost;
+`untransferred` when weights did not come over a direct connection. Without one of the latter two, that is a loss.
+`turn` is the coordinator's heartbeat: it waits for anything to become ready and runs the continuations, one at a time,
+in the coordinator's only thread.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from services.core.errors import ServiceLostError, StaleEpochError, TransferError
+from services.core.errors import BlobLostError, ServiceLostError, StaleEpochError, TransferError
 from services.core.protocols import Clock, Pending, Waiter
 
 T = TypeVar("T")
@@ -31,18 +32,27 @@ class _Call:
     pending: Pending[Any]
     done: Callable[[Any], None]
     lost: Lost
+    gone: Lost
     deadline_s: float
     timeout_s: float
     untransferred: Lost
 
+    @property
+    def asked_s(self) -> float:
+        return self.deadline_s - self.timeout_s
+
 
 class Calls:
+    """`blobs_lost`: tensors went with a machine, and nobody has made them again yet."""
+
     def __init__(self, waiter: Waiter, clock: Clock, check_stop: Callable[[], None] = lambda: None) -> None:
         self._waiter = waiter
         self._clock = clock
         self._check_stop = check_stop
         self._calls: list[_Call] = []
         self._timers: list[tuple[float, Callable[[], None]]] = []
+        self.blobs_lost = False
+        self._answers: dict[str, float] = {}
 
     def post(
         self,
@@ -52,8 +62,9 @@ class Calls:
         lost: Lost,
         timeout_s: float,
         untransferred: Lost | None = None,
+        gone: Lost | None = None,
     ) -> None:
-        self._post(owner, pending, done, lost, timeout_s, untransferred)
+        self._post(owner, pending, done, lost, timeout_s, untransferred, gone)
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._timers.append((self._clock() + delay_s, action))
@@ -64,6 +75,16 @@ class Calls:
 
     def outstanding(self, owner: str) -> int:
         return sum(c.owner == owner for c in self._calls)
+
+    @property
+    def under_way(self) -> tuple[_Call, ...]:
+        """May be read from any thread."""
+        return tuple(self._calls)
+
+    @property
+    def last_answers(self) -> dict[str, float]:
+        """When each owner answered last, whatever it said. May be read from any thread."""
+        return dict(self._answers)
 
     def turn(self, max_wait_s: float = LOOK_S) -> None:
         """Wait until something is ready, due or overdue, at most `max_wait_s`; then deal with all of it.
@@ -83,15 +104,19 @@ class Calls:
         self._overdue()
 
     def wait_for(self, owner: str, pending: Pending[T], timeout_s: float) -> T:
-        """The answer of one call; other calls go on meanwhile. Raises ServiceLostError when its callee is lost."""
+        """The answer of one call; other calls go on meanwhile. Raises ServiceLostError when its callee is lost, and
+        BlobLostError when the tensors are that it was given."""
         answers: list[T] = []
         losses: list[str] = []
-        call = self._post(owner, pending, answers.append, losses.append, timeout_s)
-        while not answers and not losses:
+        gone: list[str] = []
+        call = self._post(owner, pending, answers.append, losses.append, timeout_s, gone=gone.append)
+        while not (answers or losses or gone):
             if call not in self._calls:  # dropped: another call found the owner lost
                 losses.append("it died meanwhile")
                 break
             self.turn()
+        if gone:
+            raise BlobLostError(gone[0])
         if losses:
             raise ServiceLostError(owner, losses[0])
         return answers[0]
@@ -104,8 +129,10 @@ class Calls:
         lost: Lost,
         timeout_s: float,
         untransferred: Lost | None = None,
+        gone: Lost | None = None,
     ) -> _Call:
-        call = _Call(owner, pending, done, lost, self._clock() + timeout_s, timeout_s, untransferred or lost)
+        deadline_s = self._clock() + timeout_s
+        call = _Call(owner, pending, done, lost, gone or lost, deadline_s, timeout_s, untransferred or lost)
         self._calls.append(call)
         return call
 
@@ -119,7 +146,11 @@ class Calls:
             call.lost(f"restarted without its work ({error})")
         except TransferError as error:
             call.untransferred(str(error))
+        except BlobLostError as error:
+            self.blobs_lost = True
+            call.gone(str(error))
         else:
+            self._answers[call.owner] = self._clock()
             call.done(answer)
 
     def _overdue(self) -> None:

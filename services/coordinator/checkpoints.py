@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from services.config.schema import RunConfig
 from services.coordinator.assembly import Parts
@@ -18,7 +18,7 @@ from services.core.types import Prompt
 
 class Checkpoints:
     """`recorded`: the step that a checkpoint can be of now, None while the policy is ahead of what was told.
-    `counters` gives the totals to keep; `data` says where the run is in its prompts."""
+    `data` says where the run is in its prompts."""
 
     def __init__(
         self,
@@ -34,7 +34,6 @@ class Checkpoints:
         self._drafting, self._releases = drafting, releases
         self.data = DataPosition(fingerprint(prompts))
         self.recorded: int | None = None
-        self.counters: Callable[[], Mapping[str, float]] = dict
         self._saved: int | None = None
 
     def go_on(self, note: CheckpointNote) -> str | None:
@@ -96,7 +95,6 @@ class Checkpoints:
             self.data,
             ahead,
             self._parts.trainers.chunks,
-            dict(self.counters()),
         )
         pending = self._policy.checkpoint(note, live, served if ahead else None)
         self._parts.calls.post(self._policy.name, pending, lambda _: None, self._lost, self._patience.call_s)

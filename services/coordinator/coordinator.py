@@ -1,7 +1,7 @@
 """The coordinator: the verbs of the loop over real services, and the run around it.
 
 `Coordinator` wires the small parts of this package together; each verb is a few lines that say who is asked. It runs
-in one thread. `control`, `stop` and `latest` may be called from another.
+in one thread. `control`, `stop`, `latest` and `diagnosis` may be called from another.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from services.coordinator.calls import Calls
 from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.comparison import OFF, compare
 from services.coordinator.control import Control, SafePoint, forceable
+from services.coordinator.diagnosis import Diagnosis, diagnose
 from services.coordinator.fleet import Fleet, Patience, Published
 from services.coordinator.leases import LeaseBook
 from services.coordinator.ledger import FinishedGroup
@@ -30,6 +31,7 @@ from services.coordinator.progress import ProgressBoard
 from services.coordinator.recovery import Recovery
 from services.coordinator.releases import Releases
 from services.coordinator.resume import Takeover
+from services.coordinator.salvage import salvage
 from services.coordinator.scoring import Scoring
 from services.coordinator.services import Inputs, Services
 from services.coordinator.stats import group_stats
@@ -91,6 +93,7 @@ class Coordinator:
         self._summary = Summary(list(before.steps), list(before.evaluations), events=before.events)
         self._facts = StepFacts()
         self._fleet = Fleet(services.rollout, self._leases, self._calls, clock, self._patience, self._tell)
+        self._fleet.on_blobs_lost = self._salvage
         self._engine_states = config.drafter.states == "engine"
         self._trainers = Trainers(
             services.drafters,
@@ -156,6 +159,9 @@ class Coordinator:
 
     def latest(self) -> ProgressView:
         return self._board.latest
+
+    def diagnosis(self) -> Diagnosis:
+        return diagnose(self._board, self._leases, self._fleet, self._calls, self._clock)
 
     @property
     def published_drafter(self) -> Published | None:
@@ -246,6 +252,8 @@ class Coordinator:
         self._summary.policy_version = self._board.policy_version = version
 
     def publish_drafter(self) -> None:
+        if self._calls.blobs_lost:
+            self._salvage()
         start = self._clock()
         with self._timed("publish"):
             first = self._fleet.drafter is None
@@ -264,6 +272,13 @@ class Coordinator:
         with self._timed("publish"):
             self._fleet.open_all()
         self._telemetry.loaded(self._clock() - start)
+
+    def _salvage(self) -> None:
+        """Tensors were lost with a machine. What the policy published may be among them: it publishes again."""
+        salvage(self._fleet, self._trainers, self._drafting, self._releases, self._calls, self._tell)
+        if self._fleet.drafter is not None:
+            self._summary.drafter_version = self._board.drafter_version = self._fleet.drafter.version
+        self.publish_policy()
 
     # ------------------------------------------------------------------ the verbs: evaluation and record
 

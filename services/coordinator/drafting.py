@@ -55,7 +55,8 @@ class _Round:
 
 
 class Drafting:
-    """`live` is the newest state, at first that of drafter version 0."""
+    """`live` is the newest state, at first that of drafter version 0; None when it was lost with its machine: nobody
+    trains until there is another one."""
 
     def __init__(
         self,
@@ -152,7 +153,9 @@ class Drafting:
 
     def _begin(self, lane: _Lane) -> None:
         live, client = self.live, self._trainers.clients[lane.slot]
-        assert live is not None
+        if live is None:
+            self._give_up(lane)
+            return
         lane.waiting, lane.trained = False, False
 
         def begun(total_steps: int) -> None:
@@ -160,9 +163,20 @@ class Drafting:
             self._next(lane)
 
         def begin() -> None:
-            self._trainers.post(lane.slot, client.begin(live, lane.epoch, lane.number), begun)
+            pending = client.begin(live, lane.epoch, lane.number)
+            self._trainers.post(lane.slot, pending, begun, lambda _: self._live_lost(lane))
 
         self._trainers.identified(lane.slot, begin)
+
+    def _live_lost(self, lane: _Lane) -> None:
+        self.live = None
+        self._give_up(lane)
+        self._close_round()
+
+    def _give_up(self, lane: _Lane) -> None:
+        if lane.leave_s is None:
+            lane.leave_s = self._clock()
+        self._free(lane)
 
     def _next(self, lane: _Lane) -> None:
         self._leases.renew(lane.slot, lane.epoch, self._clock())
@@ -236,7 +250,11 @@ class Drafting:
             return
         self._round.merging = slot
         pending, merged = self._trainers.clients[slot].merge([s for s, _ in parts], [n for _, n in parts])
-        self._trainers.post(slot, pending, lambda _: self._adopt(merged))
+        self._trainers.post(slot, pending, lambda _: self._adopt(merged), self._parts_lost)
+
+    def _parts_lost(self, reason: str) -> None:
+        self._tell("drafter_parts_lost", "drafter", f"what a round came to is lost: {reason}")
+        self._next_round()
 
     def _adopt(self, state: Blob) -> None:
         self.live = state

@@ -20,6 +20,8 @@ from services.core.types import HiddenStateChunk, RunEvent, ServedVersions, Slot
 
 # How long to let a restarting process be before asking again whether it is there.
 PROBE_PAUSE_S = 0.5
+# The same once it is given up: a cut cable may be mended an hour later.
+GONE_PAUSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Fleet:
         self.drafter: Published | None = None
         self.forced: str | None = None
         self.on_lost: Callable[[int], None] = lambda slot: None
+        self.on_blobs_lost: Callable[[], None] = lambda: None  # weights that a server needs: publish them again
         self._served: list[ServedVersions | None] = [None for _ in servers]
         self._ready: set[int] = set()
         self._gone: set[int] = set()
@@ -77,6 +80,10 @@ class Fleet:
     def ready(self, slot: int) -> bool:
         return slot in self._ready and self._leases.state(slot) in SERVING
 
+    def served(self, slot: int) -> ServedVersions | None:
+        """What the slot's server acknowledged last; None after a loss and before the first load."""
+        return self._served[slot]
+
     def client(self, slot: int) -> RolloutClient:
         return self.servers[slot]
 
@@ -86,6 +93,8 @@ class Fleet:
         """Open every server that is not lost and wait until it is ready. Raises when none can serve."""
         while True:
             self.require_some()
+            if self._calls.blobs_lost:
+                self.on_blobs_lost()
             for slot in self._leases.in_state(SlotState.IDLE):
                 self.open(slot)
             if self._ready and self._ready.issuperset(self._leases.in_state(*SERVING)):
@@ -211,11 +220,10 @@ class Fleet:
 
     def _probe(self, slot: int, give_up_s: float) -> None:
         def again(reason: str) -> None:
-            if self._clock() >= give_up_s:
+            if self._clock() >= give_up_s and slot not in self._gone:
                 self._gone.add(slot)
                 self._tell("server_gone", self.servers[slot].name, f"did not come back: {reason}")
-                return
-            self._calls.later(PROBE_PAUSE_S, ask)
+            self._calls.later(GONE_PAUSE_S if slot in self._gone else PROBE_PAUSE_S, ask)
 
         def ask() -> None:
             left = max(1.0, give_up_s - self._clock())
@@ -225,22 +233,32 @@ class Fleet:
         ask()
 
     def _returned(self, slot: int, process_id: int) -> None:
+        self._gone.discard(slot)
         self._leases.change(slot, SlotState.IDLE, self._leases[slot].epoch, self._clock())
         self._tell("slot_returned", self.servers[slot].name, f"slot {slot} is back, process {process_id}")
 
     # ------------------------------------------------------------------ acknowledgements
 
-    def _post(
+    def _post(self, slot: int, pending: Pending[Any], done: Callable[[Any], None]) -> None:
+        lost = partial(self.lose, slot)
+        self._calls.post(self.servers[slot].name, pending, done, lost, self._patience.call_s)
+
+    def _post_load(
         self,
         slot: int,
         pending: Pending[Any],
         done: Callable[[Any], None],
-        untransferred: Callable[[str], None] | None = None,
+        untransferred: Callable[[str], None] | None,
     ) -> None:
-        def lost(reason: str) -> None:
-            self.lose(slot, reason)
+        """Weights that are lost leave the server as it is, not ready: whoever opens servers publishes them again."""
+        lost, gone = partial(self.lose, slot), partial(self._unloaded, slot)
+        name, call_s = self.servers[slot].name, self._patience.call_s
+        self._calls.post(name, pending, done, lost, call_s, untransferred, gone)
 
-        self._calls.post(self.servers[slot].name, pending, done, lost, self._patience.call_s, untransferred)
+    def _unloaded(self, slot: int, reason: str) -> None:
+        self._calls.drop(self.servers[slot].name)
+        self._ready.discard(slot)
+        self._tell("weights_lost", self.servers[slot].name, reason)
 
     def _heard(self, slot: int, epoch: int) -> None:
         self._leases.renew(slot, epoch, self._clock())
@@ -259,12 +277,12 @@ class Fleet:
             loads.append(client.load_drafter(self.drafter.version, self.drafter.blob, epoch))
         failed = partial(self._untransferred, slot, epoch, has) if copy is None else None
         for pending in loads[:-1]:
-            self._post(slot, pending, lambda _: self._heard(slot, epoch), failed)
+            self._post_load(slot, pending, lambda _: self._heard(slot, epoch), failed)
         versions = loads[-1:]
         strategy = client.set_strategy(self.forced, epoch)
         if versions:
             self._post(slot, strategy, lambda _: self._heard(slot, epoch))
-            self._post(slot, versions[0], lambda answer: self._opened(slot, epoch, answer), failed)
+            self._post_load(slot, versions[0], lambda answer: self._opened(slot, epoch, answer), failed)
         else:
             self._post(slot, strategy, lambda _: self._opened(slot, epoch, has))
 

@@ -44,6 +44,11 @@ class Releases:
         """After a takeover or in a resumed run: serve `served` under this version."""
         self._version, self._served = version, served
 
+    def begin_again(self, frozen: Blob | None, live: Blob) -> None:
+        """After a loss: `live` becomes the next version, whatever was served."""
+        self._frozen, self._asked = frozen, None
+        self.go_on(self._version + 1, live)
+
     def estimate(self, live: Blob | None) -> None:
         """Ask one trainer how well the live, the served and the first drafter fit the newest hidden states, before any
         of it is trained on."""

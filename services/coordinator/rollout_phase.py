@@ -159,7 +159,8 @@ class RolloutPhase:
     def _draft(self, wanted: int) -> None:
         pending, views = self._ledger.pending, self._views()
         self._drafting.stop(scheduler.slots_to_preempt(pending, views, self._max_running))
-        for slot in scheduler.slots_to_draft(pending, views, self._trainers.newest is not None, wanted):
+        can_train = self._trainers.newest is not None and self._drafting.live is not None
+        for slot in scheduler.slots_to_draft(pending, views, can_train, wanted):
             self._drafting.start(slot)
 
     def _consolidate(self, drafters: int) -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from services.coordinator.calls import Calls
-from services.coordinator.fleet import PROBE_PAUSE_S, Patience, Published
-from services.core.errors import ServiceLostError
+from services.coordinator.fleet import GONE_PAUSE_S, PROBE_PAUSE_S, Patience, Published
+from services.core.errors import BlobLostError, ServiceLostError
 from services.core.protocols import Blob, Clock, DrafterClient, Pending
 from services.core.types import HiddenStateChunk, RunEvent
 
@@ -80,17 +81,26 @@ class Trainers:
 
     # ------------------------------------------------------------------ asking
 
-    def post(self, slot: int, pending: Pending[Any], done: Callable[[Any], object] = lambda _: None) -> None:
-        """`done` with the answer; whoever does not answer is lost."""
+    def post(
+        self,
+        slot: int,
+        pending: Pending[Any],
+        done: Callable[[Any], object] = lambda _: None,
+        gone: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """`done` with the answer; whoever does not answer is lost. `gone` when the tensors in the question are."""
         name = self.clients[slot].name
-        self._calls.post(name, pending, _quiet(done), lambda reason: self.lose(slot, reason), self._patience.call_s)
+        lost = partial(self.lose, slot)
+        self._calls.post(name, pending, _quiet(done), lost, self._patience.call_s, gone=gone)
 
     def ask(self, slot: int, pending: Pending[T]) -> T | None:
-        """The answer, other calls going on meanwhile; None when the trainer is lost."""
+        """The answer, other calls going on meanwhile; None when the trainer is lost, or the tensors in the question."""
         try:
             return self._calls.wait_for(self.clients[slot].name, pending, self._patience.call_s)
         except ServiceLostError as error:
             self.lose(slot, error.reason)
+            return None
+        except BlobLostError:
             return None
 
     def identified(self, slot: int, then: Callable[[], None]) -> None:
@@ -121,6 +131,22 @@ class Trainers:
                 found.append((total_steps, state))
         return max(found, key=lambda held: held[0])[1] if found else None
 
+    def first_state(self) -> Blob:
+        """What a run's drafter begins with, from the first trainer that answers. Raises ServiceLostError."""
+        give_up_s = self._clock() + self._patience.restart_s
+        while self._clock() < give_up_s:
+            for slot in self.up:
+                pending, state = self.clients[slot].initial_state()
+                if self.ask(slot, pending) is not None:
+                    return state
+            self._calls.turn()
+        names = ", ".join(c.name for c in self.clients)
+        raise ServiceLostError(names, f"no drafter trainer answered within {self._patience.restart_s:.0f} s")
+
+    def forget_chunks(self) -> None:
+        """Whoever is restarted from now on learns from what comes."""
+        self._chunks.clear()
+
     # ------------------------------------------------------------------ losing and getting back
 
     def lose(self, slot: int, reason: str) -> None:
@@ -135,12 +161,13 @@ class Trainers:
 
     def _probe(self, slot: int, give_up_s: float) -> None:
         trainer = self.clients[slot]
+        gone: list[str] = []
 
         def again(reason: str) -> None:
-            if self._clock() < give_up_s:
-                self._calls.later(PROBE_PAUSE_S, ask)
-            else:
+            if self._clock() >= give_up_s and not gone:
+                gone.append(reason)
                 self._tell("drafter_gone", trainer.name, f"did not come back: {reason}")
+            self._calls.later(GONE_PAUSE_S if gone else PROBE_PAUSE_S, ask)
 
         def ask() -> None:
             left = max(1.0, give_up_s - self._clock())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +41,13 @@ class DataPosition:
 class CheckpointNote:
     """What a checkpoint keeps beside the tensors. `step`: the last one trained on. `drafter_version`: of the drafter
     served, None without one; `drafter_ahead`: the one that trains has learned more. `buffer`: the chunks that
-    the drafter trainers had to learn from (their data is not kept).
-    `counters`: totals that must not fall back to 0 when a run is resumed."""
+    the drafter trainers had to learn from (their data is not kept)."""
 
     step: int
     drafter_version: int | None
     data: DataPosition
     drafter_ahead: bool = False
     buffer: tuple[HiddenStateChunk, ...] = ()
-    counters: Mapping[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -58,7 +56,6 @@ class CheckpointNote:
             "data": asdict(self.data),
             "drafter_ahead": self.drafter_ahead,
             "buffer": [asdict(chunk) for chunk in self.buffer],
-            "counters": dict(self.counters),
         }
 
 
@@ -70,7 +67,6 @@ def read_note(row: Mapping[str, Any]) -> CheckpointNote:
         data=DataPosition(**row["data"]),
         drafter_ahead=row["drafter_ahead"],
         buffer=tuple(HiddenStateChunk(**chunk) for chunk in row["buffer"]),
-        counters=row["counters"],
     )
 
 

@@ -58,6 +58,10 @@ class ServiceLostError(LongtailError):
         return type(self), (self.name, self.reason, self.permanent)
 
 
+class BlobLostError(LongtailError):
+    """Tensors that a call was given are gone with the machine that held them; whoever was called is well."""
+
+
 class WaitTimeoutError(LongtailError):
     """A wait ran out; the message says what was waited for and for how long."""
 

@@ -88,6 +88,9 @@ class DrafterClient(Protocol):
     @property
     def name(self) -> str: ...
 
+    def initial_state(self) -> tuple[Pending[int], Blob]:
+        """The training state that a run begins with, and 0."""
+
     def prepare(self, state: Blob) -> Pending[None]:
         """Between two leases: hold this state, so that a `begin` that brings it finds it there."""
 

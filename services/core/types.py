@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from services.core.acceptance import AcceptanceStats as AcceptanceStats  # noqa: PLC0414
+from services.core.buffer import BufferView as BufferView  # noqa: PLC0414
 from services.core.partial import PartialRollout as PartialRollout  # noqa: PLC0414
 
 # ---------------------------------------------------------------------------- prompts and work
@@ -233,16 +234,6 @@ class HiddenStateChunk:
     num_bytes: int
     num_missing: int = 0
     lost_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BufferView:
-    """What a drafter trainer's buffer holds, and what it has lost since its start by cause, in sequences."""
-
-    num_sequences: int
-    num_bytes: int  # in memory
-    spilled_bytes: int  # on disk
-    lost: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

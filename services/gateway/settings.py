@@ -19,7 +19,7 @@ class Settings:
     token: str | None = None
     hosts: tuple[str, ...] = LOOPBACK_NAMES
     max_body_bytes: int = 4096
-    request_s: float = 60.0
+    request_s: float = 120.0  # control waits for a process that connects to Ray
     fresh_s: float = 1.0
 
     def __post_init__(self) -> None:

@@ -66,7 +66,7 @@ def read_json(path: Path) -> Row | None:
     """The object in `path`, or None when the file is missing or was cut off."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         return None
     return loaded if isinstance(loaded, dict) else None
 

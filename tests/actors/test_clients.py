@@ -15,8 +15,8 @@ import ray
 import torch
 
 from actors.clients import RayDrafterClient, RayPolicyClient, RayRolloutClient, RayWaiter
-from deploy.cluster import ray_session
 from deploy.placement import actor_env
+from deploy.session import ray_session
 from services.config.schema import ClusterConfig
 from services.coordinator.work import make_work
 from services.core.errors import ControlMessageError, ServiceLostError, StaleEpochError, WaitTimeoutError

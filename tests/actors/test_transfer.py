@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from deploy.cluster import ray_session
+from deploy.session import ray_session
 from services.config.schema import ClusterConfig
 from services.config.weights import WeightsConfig
 from services.core.errors import TransferError

@@ -10,8 +10,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from deploy.cluster import first_gpu
 from deploy.placement import bundles, plan_actors
+from deploy.slots import first_gpu
 from services.core.errors import WaitTimeoutError
 from tests.services.coordinator.fakes import tiny_config
 

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import pytest
-
-from deploy.placement import actor_env, bundles, check_resources, plan_actors
-from services.core.errors import ConfigError
+from deploy.placement import actor_env, bundles, plan_actors
 from tests.services.coordinator.fakes import tiny_config
 
 
@@ -34,25 +31,6 @@ def test_without_an_eagle_strategy_no_drafter_trainer_is_started() -> None:
 
 def test_slots_that_ask_for_nothing_need_no_placement_group() -> None:
     assert bundles(tiny_config(placement={"cpus_per_slot": 0.0})) == []
-
-
-def test_two_cores_hold_the_default_run() -> None:
-    check_resources(tiny_config(), {"CPU": 2.0})
-
-
-@pytest.mark.parametrize(
-    ("placement", "available", "missing"),
-    [
-        ({"cpus_per_slot": 2.0}, {"CPU": 2.0}, "4.5 CPU, the cluster has 2"),
-        ({"gpus_per_slot": 1.0}, {"CPU": 8.0}, "2 GPU, the cluster has 0"),
-        ({"policy_gpus": 1.0, "gpus_per_slot": 1.0}, {"CPU": 8.0, "GPU": 2.0}, "3 GPU, the cluster has 2"),
-    ],
-)
-def test_a_cluster_that_is_too_small_is_named_before_anything_waits(
-    placement: dict[str, float], available: dict[str, float], missing: str
-) -> None:
-    with pytest.raises(ConfigError, match=missing):
-        check_resources(tiny_config(placement=placement), available)
 
 
 def test_threads_are_set_for_every_numeric_library() -> None:

@@ -1,7 +1,7 @@
 // Reading the API and asking a run for something. The browser sends the ETag of what it has by itself.
 
 const TIMEOUT_MS = 10000;
-const CONTROL_TIMEOUT_MS = 70000; // the server may have to connect to the run first
+const CONTROL_TIMEOUT_MS = 120000; // the server may have to connect to the run first
 const ROUNDS = 12; // pages of rows in one go; the rest comes with the next
 
 /** Whatever the network or the server did wrong, with the HTTP status (0: there was no answer). */

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.fitting import Room, misfits
 from deploy.k8s.house_rules import pod_templates
 from deploy.k8s.kustomize import build
 from deploy.k8s.options import OVERLAYS, RenderOptions
@@ -15,7 +16,7 @@ from deploy.k8s.ray_objects import RAY_VERSION
 from deploy.k8s.render import write_tree
 from deploy.k8s.tree import render_tree
 from deploy.k8s.validate import check_stream, validate_path
-from deploy.placement import HEAD, POLICY, ROLLOUT, check_resources, role_selector
+from deploy.placement import HEAD, POLICY, ROLLOUT, role_selector
 from services.config.load import load_config, parse_config
 from services.config.schema import ClusterConfig
 from services.core.errors import ConfigError
@@ -65,12 +66,13 @@ def shipped_config(preset: str, *overrides: str) -> ClusterConfig:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_pods_hold_the_configuration_they_mount(preset: str) -> None:
     spec = one(manifests_of(preset, "job"), "RayJob")["spec"]["rayClusterSpec"]
-    have = {
-        resource: sum(g["replicas"] * int(g["rayStartParams"][key]) for g in spec["workerGroupSpecs"])
-        for resource, key in (("CPU", "num-cpus"), ("GPU", "num-gpus"))
-    }
+    rooms = [
+        Room(g["groupName"], {"CPU": int(start["num-cpus"]), "GPU": int(start["num-gpus"])}, g["labels"])
+        for g in spec["workerGroupSpecs"]
+        for start in [g["rayStartParams"]] * g["replicas"]
+    ]
     config = shipped_config(preset)
-    check_resources(config, have)
+    assert list(misfits(config, rooms)) == []
     assert config.placement.address == "auto"
     labels = [g["labels"].items() for g in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
     for role in (HEAD, ROLLOUT, POLICY):

@@ -27,7 +27,7 @@ from services.coordinator.telemetry.table import METRICS, sample_names
 from services.core.types import ProgressView
 from services.report.run_folder import ENDPOINT_FILE, VALUES_FILE, RunFolder
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS, ROLLOUTS = 14, 8
 # What a run without GPUs cannot feed: nobody lends memory, so there is no mean of a switch.
@@ -87,7 +87,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     runs = tmp_path_factory.mktemp("runs")
     port, metrics_port = free_port(), free_port()
     settings = [f"run.steps={STEPS}", f"run.dir={json.dumps(str(runs))}", "run.compare_prompts=0"]
-    settings += [f"coordinator.metrics.port={metrics_port}", "coordinator.start_timeout_s=120"]
+    settings += [f"coordinator.metrics.port={metrics_port}", "coordinator.start_timeout_s=300"]
     config = config_of("pocket-tiny", settings)
     options = ServerOptions(port, 1, runs / ".prometheus")
     options.data.mkdir()

@@ -21,7 +21,7 @@ from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.resume import RunMemory
 from services.coordinator.services import Inputs, Services
-from services.core.errors import BatchError, StaleEpochError, TransferError
+from services.core.errors import BatchError, BlobLostError, StaleEpochError, TransferError
 from services.core.protocols import Blob
 from services.core.types import (
     AcceptanceEstimate,
@@ -149,6 +149,7 @@ class FakeRollout:
     def load_drafter(self, version: int, tensors: Any, epoch: int) -> ServedVersions:
         self._check(epoch)
         assert isinstance(tensors, dict) and "trained" in tensors
+        fetch(tensors)
         self.drafter = version
         return self._versions()
 
@@ -180,6 +181,12 @@ class FakeRollout:
             raise StaleEpochError(f"{epoch} is not {self.epoch}")
 
 
+def fetch(*states: Any) -> None:
+    """What a receiver does first with tensors by reference."""
+    if any(state.get("lost") for state in states):
+        raise BlobLostError("tensors are lost with the machine that held them")
+
+
 @dataclass
 class FakeDrafter:
     """Its state is {"trained": micro-steps}; it refuses to train without begin, head and data."""
@@ -195,16 +202,31 @@ class FakeDrafter:
     interrupted: int = -1
     merges: int = 0
     checkpoints: list[int] = field(default_factory=list)
+    made: list[dict[str, int]] = field(default_factory=list)  # what lies on this trainer's machine
     snapshot_s: float = 0.0
     prepared: list[int] = field(default_factory=list)  # micro-steps of the states
     begun: list[tuple[int, bool]] = field(default_factory=list)  # micro-steps of the state, and whether it was held
 
+    def lose_made(self) -> None:
+        """The machine is gone, and so is what lay there."""
+        for state in self.made:
+            state["lost"] = True
+
+    def _make(self, state: dict[str, int]) -> dict[str, int]:
+        self.made.append(state)
+        return state
+
+    def initial_state(self) -> tuple[int, Any]:
+        return 0, self._make({"trained": 0})
+
     def prepare(self, state: Any) -> None:
+        fetch(state)
         self.prepared.append(state["trained"])
         self.state = dict(state)
 
     def begin(self, state: Any, epoch: int, lane: int) -> int:
         assert epoch > self.epoch or lane == self.lane  # the next round of the same lease
+        fetch(state)
         self.begun.append((state["trained"], self.state == state))
         self.state, self.epoch, self.lane = dict(state), epoch, lane
         return self.state["trained"]
@@ -231,16 +253,18 @@ class FakeDrafter:
         self.interrupted = epoch
 
     def held(self) -> tuple[int, Any]:
-        return (-1, None) if self.state is None else (self.state["trained"], dict(self.state))
+        return (-1, None) if self.state is None else (self.state["trained"], self._make(dict(self.state)))
 
     def merge(self, states: Any, micro_steps: Any) -> tuple[int, dict[str, int]]:
+        fetch(*states)
         begun = {s["trained"] - n for s, n in zip(states, micro_steps, strict=True)}
         assert len(begun) == 1, "a round's states must begin from one"
         self.merges += 1
         total = begun.pop() + sum(micro_steps)
-        return total, {"trained": total}
+        return total, self._make({"trained": total})
 
     def checkpoint(self, state: Any) -> None:
+        fetch(state)
         self.checkpoints.append(state["trained"])
 
     def snapshot(self, epoch: int) -> tuple[int, dict[str, int]]:
@@ -248,12 +272,14 @@ class FakeDrafter:
             raise StaleEpochError("old")
         assert self.state is not None
         self.clock.now += self.snapshot_s
-        return self.state["trained"], dict(self.state)
+        return self.state["trained"], self._make(dict(self.state))
 
     def export(self, state: Any) -> tuple[int, dict[str, int]]:
-        return 1, dict(state)
+        fetch(state)
+        return 1, self._make(dict(state))
 
     def estimate(self, drafters: Any, tensors: Any) -> list[AcceptanceEstimate]:
+        fetch(*drafters.values())
         return [AcceptanceEstimate(n, (0.5,), 1.0 + s["trained"] / 1000, 10) for n, s in drafters.items()]
 
 

@@ -96,7 +96,7 @@ def test_before_the_first_update_there_are_no_moments(model_folder, make_rollout
 def test_drafters_and_the_note_come_back(model_folder, tmp_path) -> None:
     built = service(model_folder(), tmp_path)
     assert built.restored() == (None, None, None)
-    note = note_of(0, drafter_ahead=True, counters={"tokens": 5.0})
+    note = note_of(0, drafter_ahead=True)
     again = service(model_folder(), tmp_path, kept(built, tmp_path, note, DRAFTER, FRESH))
     found, live, served = again.restored()
     assert found == note
