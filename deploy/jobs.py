@@ -6,7 +6,10 @@ import os
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from threading import Thread
+from typing import TypeVar
 
 import aiohttp
 import requests
@@ -14,9 +17,19 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from services.core.errors import ConfigError, WaitTimeoutError
 
+T = TypeVar("T")
+
 AGAIN = "-again-"
 POLL_S = 1.0
-UNREACHABLE = (ConnectionError, requests.exceptions.ConnectionError, requests.exceptions.Timeout, aiohttp.ClientError)
+# Ray's client waits for ever on a dashboard that took a request and died, or is only half up.
+ANSWER_S = 30.0
+UNREACHABLE = (
+    TimeoutError,
+    ConnectionError,
+    requests.exceptions.ConnectionError,
+    requests.exceptions.Timeout,
+    aiohttp.ClientError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +82,20 @@ def outcome(job: JobDetails) -> Outcome:
     return Outcome(job.status.value, job.driver_exit_code, job.message or "")
 
 
+def bounded(ask: Callable[[], T], timeout_s: float) -> T:
+    """The answer, or TimeoutError; a call that never ends keeps its thread, which does not keep the process."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except (*UNREACHABLE, RuntimeError) as error:  # all that the client raises; a bug shows as a traceback
+            answer.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return answer.result(timeout_s)
+
+
 class Follower:
     """Prints a job's log as it grows, through lost connections. `lost_s`: seconds without an answer until it gives
     up; `was_lost`: there was no answer at least once."""
@@ -103,13 +130,13 @@ class Follower:
     def _look(self, job_id: str) -> JobDetails | None:
         """State first, log second: what is printed after the last state is complete."""
         try:
-            job = self._client.get_job_info(job_id)
+            job = bounded(lambda: self._client.get_job_info(job_id), ANSWER_S)
         except RuntimeError as error:
             if "404" in str(error) or "does not exist" in str(error):
                 return None
             raise
         try:
-            log = self._client.get_job_logs(job_id)
+            log = bounded(lambda: self._client.get_job_logs(job_id), ANSWER_S)
         except RuntimeError:  # there is no log yet, or it went with its machine
             log = ""
         if len(log) > self._printed:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from deploy.cli_shared import pairs_of
 from deploy.cli_submit import JobFailedError, Submission, _judge, entry_of, lost_with_the_head, submit
-from deploy.jobs import Outcome, connect
+from deploy.jobs import Outcome, bounded, connect
 from services.core.errors import ConfigError
 from tests.services.coordinator.fakes import tiny_config
 
@@ -64,3 +65,15 @@ def test_words_for_the_environment() -> None:
     assert pairs_of(["A=1", "B=x=y"]) == {"A": "1", "B": "x=y"}
     with pytest.raises(ConfigError, match="'A' is not NAME=VALUE"):
         pairs_of(["A"])
+
+
+def test_a_dashboard_that_never_answers_does_not_hold_the_command() -> None:
+    with pytest.raises(TimeoutError):
+        bounded(lambda: time.sleep(5), 0.1)
+    assert bounded(lambda: 3, 5.0) == 3
+    with pytest.raises(RuntimeError, match="refused"):
+        bounded(_refuse, 5.0)
+
+
+def _refuse() -> None:
+    raise RuntimeError("refused")
