@@ -11,7 +11,7 @@ from deploy.cli_shared import pairs_of
 from deploy.cli_submit import JobFailedError, Submission, _judge, entry_of, lost_with_the_head, submit
 from deploy.jobs import Outcome, bounded, connect
 from services.core.errors import ConfigError
-from tests.services.coordinator.fakes import tiny_config
+from tests.services.coordinator.world import tiny_config
 
 
 def test_only_a_job_that_went_with_the_head_is_submitted_again() -> None:

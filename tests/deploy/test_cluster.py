@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from deploy.placement import bundles, plan_actors
 from deploy.slots import first_gpu
 from services.core.errors import WaitTimeoutError
-from tests.services.coordinator.fakes import tiny_config
+from tests.services.coordinator.world import tiny_config
 
 pytestmark = pytest.mark.ray
 PLACEMENT = {"gpus_per_slot": 2.0, "policy_gpus": 1.0, "cpus_per_slot": 0.5}

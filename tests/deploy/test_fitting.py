@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.fitting import Room, misfits
-from tests.services.coordinator.fakes import tiny_config
+from tests.services.coordinator.world import tiny_config
 
 
 def room(name: str = "a", cpus: float = 2.0, gpus: float = 0.0, roles: str = "") -> Room:

@@ -16,7 +16,7 @@ from services.core.errors import StopRequested
 from services.drafter.checkpoint import starting_state
 from services.report.run_folder import VALUES_FILE, RunFolder
 from tests.deploy.tiny_run import make_model_folder, tiny_run
-from tests.services.coordinator.fakes import Recorder
+from tests.services.coordinator.world import Recorder
 from tests.services.energy.scripted import ScriptedReader
 
 torch.set_num_threads(1)

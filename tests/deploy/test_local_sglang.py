@@ -33,7 +33,7 @@ from services.rollout.service import RolloutService
 from services.rollout.sglang.build import build_sglang_engine
 from services.speculation.strategy import OFF, draft_strategy
 from tests.deploy.tiny_run import make_model_folder, tiny_run
-from tests.services.coordinator.fakes import Recorder
+from tests.services.coordinator.world import Recorder
 from tests.services.rollout.sglang.fake import MAX_LEN, FakeHandle
 
 torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from deploy.placement import actor_env, bundles, plan_actors
-from tests.services.coordinator.fakes import tiny_config
+from tests.services.coordinator.world import tiny_config
 
 
 def test_a_slot_is_one_bundle_that_server_and_trainer_share() -> None:

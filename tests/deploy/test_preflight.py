@@ -12,7 +12,7 @@ from deploy.fitting import Room
 from deploy.node_facts import Folder, Gpu, Seen
 from deploy.preflight import SUPPORTED, Machine, errors, findings
 from services.config.schema import ClusterConfig
-from tests.services.coordinator.fakes import tiny_config
+from tests.services.coordinator.world import tiny_config
 
 GIB = 2**30
 VERSIONS = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.13.0+cpu", "longtail": "present"}

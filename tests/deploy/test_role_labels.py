@@ -15,7 +15,7 @@ from deploy.inputs import load_inputs
 from deploy.placement import HEAD, POLICY, ROLLOUT, role_label
 from services.config.load import load_config
 from services.config.schema import ClusterConfig
-from tests.services.coordinator.fakes import tiny_config
+from tests.services.coordinator.world import tiny_config
 
 ray = pytest.importorskip("ray")
 

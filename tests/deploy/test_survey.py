@@ -12,7 +12,7 @@ from deploy.cli_doctor import examine
 from deploy.session import ray_session
 from deploy.slots import place_slots
 from services.core.errors import ConfigError, WaitTimeoutError
-from tests.services.coordinator.fakes import tiny_config
+from tests.services.coordinator.world import tiny_config
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

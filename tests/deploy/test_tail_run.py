@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deploy.local import run_local
 from tests.deploy.tiny_run import make_model_folder, tiny_run
-from tests.services.coordinator.fakes import Recorder
+from tests.services.coordinator.world import Recorder
 
 
 def test_moved_rollouts_are_trained_on_like_others(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import ray
 from deploy.cluster import run_on_ray
 from services.core.types import ProgressView
 from tests.deploy.tiny_run import make_model_folder, tiny_run
-from tests.services.coordinator.fakes import Recorder
+from tests.services.coordinator.world import Recorder
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 

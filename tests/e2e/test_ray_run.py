@@ -16,7 +16,7 @@ from deploy.cluster import run_on_ray
 from deploy.processes import descendants, still_running
 from services.core.types import ProgressView
 from tests.deploy.tiny_run import make_model_folder, tiny_run
-from tests.services.coordinator.fakes import Recorder
+from tests.services.coordinator.world import Recorder
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -15,7 +15,7 @@ from deploy.cluster import run_on_ray
 from deploy.resuming import Start
 from services.core.types import ProgressView
 from tests.deploy.tiny_run import make_model_folder, tiny_run
-from tests.services.coordinator.fakes import Recorder
+from tests.services.coordinator.world import Recorder
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,7 @@ from deploy.provenance import provenance
 from services.config.load import load_config
 from services.core.types import ProgressView, StepMetrics
 from tests.gpu.cases import PRESETS
-from tests.services.coordinator.fakes import Recorder
+from tests.services.coordinator.world import Recorder
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(580)]
 

@@ -12,7 +12,7 @@ from deploy.k8s.sizing import Group, head_group, worker_groups
 from deploy.placement import bundles
 from services.config.schema import ClusterConfig
 from services.core.errors import ConfigError
-from tests.services.coordinator.fakes import tiny_config
+from tests.services.coordinator.world import tiny_config
 
 
 def groups(num_servers: int = 4, slots_per_pod: int = 1, **placement: Any) -> dict[str, Group]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.core.errors import ServiceLostError
-from tests.services.coordinator.fakes import World, tiny_config
+from tests.services.coordinator.world import World, tiny_config
 
 
 class Chaos:

@@ -15,7 +15,7 @@ import pytest
 from deploy.inprocess import LocalService
 from services.core.errors import LongtailError
 from services.core.types import SlotState
-from tests.services.coordinator.fakes import CoordinatorKilled, World, tiny_config
+from tests.services.coordinator.world import CoordinatorKilled, World, tiny_config
 
 STEPS, PROMPTS, GROUP = 24, 8, 4
 REPEATED = 0.02  # of all messages

@@ -11,7 +11,7 @@ import pytest
 from services.coordinator.control import Control, ControlRequest, forceable
 from services.core.errors import ControlRefusedError, StopRequested
 from services.core.types import ControlState, ProgressView, RunEvent
-from tests.services.coordinator.fakes import CoordinatorKilled, Recorder, World, tiny_config
+from tests.services.coordinator.world import CoordinatorKilled, Recorder, World, tiny_config
 
 EAGLE = "eagle_3_1_4"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from services.coordinator.diagnosis import Diagnosis
 from services.core.types import ServedVersions
-from tests.services.coordinator.fakes import World, tiny_config
+from tests.services.coordinator.world import World, tiny_config
 
 
 def test_a_server_that_does_not_answer_is_seen_with_call_lease_and_versions() -> None:

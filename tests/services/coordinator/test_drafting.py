@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.services.coordinator.fakes import World, tiny_config
+from tests.services.coordinator.world import World, tiny_config
 
 SNAPSHOT_S = 3.0
 DRAFTER = {"micro_step_budget_s": 0.1, "round_s": 60.0}

@@ -10,8 +10,9 @@ import pytest
 from services.config.schema import ClusterConfig
 from services.core.errors import BatchError, ServiceLostError
 from services.core.types import HiddenStateChunk
-from tests.services.coordinator.fakes import FakeDrafter, FakeRollout, World, tiny_config
+from tests.services.coordinator.fakes import FakeDrafter, FakeRollout
 from tests.services.coordinator.test_chaos import Chaos
+from tests.services.coordinator.world import World, tiny_config
 
 
 def engine_config(**changes: Any) -> ClusterConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.services.coordinator.fakes import World, tiny_config
+from tests.services.coordinator.world import World, tiny_config
 
 
 def test_a_server_and_its_trainer_that_were_given_up_work_again_when_they_return() -> None:

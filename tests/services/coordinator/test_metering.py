@@ -15,7 +15,8 @@ from services.coordinator.calls import Calls
 from services.coordinator.metering import CALL_TIMEOUT_S, DRIFT, MAX_FAILURES, SLACK_S, Alignment, Metering
 from services.core.energy import EnergyReading, GpuEnergy, GpuName
 from services.core.types import RunEvent, SlotSpan
-from tests.services.coordinator.fakes import FakeClock, World, tiny_config
+from tests.services.coordinator.fakes import FakeClock
+from tests.services.coordinator.world import World, tiny_config
 
 WATTS = {"GPU-a": 300.0, "GPU-b": 100.0, "GPU-c": 300.0}
 USERS = {

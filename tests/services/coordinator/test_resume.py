@@ -14,7 +14,8 @@ from services.coordinator.services import Inputs
 from services.core.checkpoints import CheckpointNote, read_note
 from services.core.errors import ControlRefusedError, StopRequested
 from services.core.types import RunEvent, ServedVersions
-from tests.services.coordinator.fakes import SAMPLING, World, make_prompts, tiny_config
+from tests.services.coordinator.fakes import SAMPLING, make_prompts
+from tests.services.coordinator.world import World, tiny_config
 
 
 def config_of(**run: Any) -> Any:

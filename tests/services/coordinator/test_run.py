@@ -9,7 +9,8 @@ import pytest
 
 from services.core.errors import ServiceLostError, StopRequested, WeightError
 from services.core.types import AcceptanceEstimate, ServedVersions
-from tests.services.coordinator.fakes import FakeDrafter, FakeRollout, World, tiny_config
+from tests.services.coordinator.fakes import FakeDrafter, FakeRollout
+from tests.services.coordinator.world import World, tiny_config
 
 
 def test_a_run_trains_drafts_publishes_and_reports() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.services.coordinator.fakes import World, tiny_config
+from tests.services.coordinator.world import World, tiny_config
 
 
 class LostMachine:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from services.coordinator.summary import Summary, early, energy_totals, late
-from tests.services.coordinator.fakes import World
+from tests.services.coordinator.world import World
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from deploy.side_by_side import SideBySideHost
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
 from services.core.types import Rollout, ServerReport
-from tests.services.coordinator.fakes import FakeRollout, World, tiny_config
+from tests.services.coordinator.fakes import FakeRollout
 from tests.services.coordinator.test_chaos import Chaos
+from tests.services.coordinator.world import World, tiny_config
 
 
 def moving_config(num_servers: int = 3, enabled: bool = True, **changes: Any) -> ClusterConfig:

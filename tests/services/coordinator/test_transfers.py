@@ -8,7 +8,8 @@ import pytest
 
 from services.core.errors import ServiceLostError, TransferError
 from services.core.types import ServedVersions
-from tests.services.coordinator.fakes import FakeRollout, World
+from tests.services.coordinator.fakes import FakeRollout
+from tests.services.coordinator.world import World
 
 
 class Disconnected(FakeRollout):

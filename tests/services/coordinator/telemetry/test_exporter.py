@@ -15,7 +15,8 @@ from services.coordinator.telemetry.facts import NO_TELEMETRY
 from services.coordinator.telemetry.run_metrics import RunMetrics
 from services.core.errors import ConfigError
 from services.core.types import RunEvent
-from tests.services.coordinator.fakes import FakeClock, tiny_config
+from tests.services.coordinator.fakes import FakeClock
+from tests.services.coordinator.world import tiny_config
 
 
 class Exporting:

@@ -20,7 +20,7 @@ from services.core.types import (
     ServerReport,
     SlotState,
 )
-from tests.services.coordinator.fakes import CoordinatorKilled, World, tiny_config
+from tests.services.coordinator.world import CoordinatorKilled, World, tiny_config
 
 
 class MeasuredWorld(World):

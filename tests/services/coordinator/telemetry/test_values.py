@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.coordinator.telemetry.labels import LabelValues
 from services.coordinator.telemetry.table import BY_NAME, METRICS, sample_names
 from services.coordinator.telemetry.values import Values
-from tests.services.coordinator.fakes import tiny_config
+from tests.services.coordinator.world import tiny_config
 
 LABELS = LabelValues(tiny_config())
 
