@@ -53,7 +53,7 @@ class Stopped(RunFolder):
 
     def progress(self, view: ProgressView) -> None:
         super().progress(view)
-        if view.phase == "rollout" and view.step == self.at and view.rollouts_running:
+        if view.phase == "reward" and view.step == self.at:  # the rollouts are there, the policy is not trained yet
             raise StopRequested("in the middle of a step")
 
 

@@ -13,6 +13,7 @@ from deploy.cli_shared import PRESETS_DIR
 from deploy.cluster import actors
 from deploy.inputs import load_inputs
 from deploy.placement import HEAD, POLICY, ROLLOUT, role_label
+from deploy.resuming import Start
 from services.config.load import load_config
 from services.config.schema import ClusterConfig
 from tests.services.coordinator.world import tiny_config
@@ -58,7 +59,7 @@ def test_slots_and_policy_trainer_keep_to_their_nodes(cluster_by_role: str) -> N
         role: next(n["NodeID"] for n in ray.nodes() if n["Labels"].get(role_label(role)) == "true")
         for role in (HEAD, ROLLOUT, POLICY)
     }
-    with actors(config, load_inputs(config), "roles") as handles:
+    with actors(config, load_inputs(config), Start("roles")) as handles:
         # The public API asks the dashboard, which does not run here.
         found = ray._private.state.actors().values()
         where = {a["Name"].removeprefix("longtail-roles-"): a["Address"]["NodeID"] for a in found if a["Name"]}
