@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from deploy.fitting import say
+from deploy.node_facts import Gpu
 from deploy.preflight import GIB, Finding, Machine, errors, findings
 from deploy.session import ray_session
 from deploy.survey import survey
@@ -38,12 +39,16 @@ def tell_machine(console: Console, machine: Machine) -> None:
         seen = machine.seen
         lines[0] += f", memory {seen.memory_bytes / GIB:.1f} GiB"
         lines.append(f"  NVIDIA driver {seen.driver}, CUDA {seen.driver_cuda}" if seen.driver else "  no NVIDIA driver")
-        lines += [f"  {gpu.name}, {gpu.total_bytes / GIB:.0f} GiB" for gpu in seen.gpus]
+        lines += [f"  {gpu.name}{_size(gpu)}" for gpu in seen.gpus]
         lines.append("  " + ", ".join(f"{name} {version}" for name, version in seen.versions.items()))
     labels = {name: value for name, value in machine.room.labels.items() if not name.startswith("ray.io/")}
     lines += [f"  labels {', '.join(f'{name}={value}' for name, value in labels.items())}"] if labels else []
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _size(gpu: Gpu) -> str:
+    return "" if gpu.total_bytes is None else f", {gpu.total_bytes / GIB:.0f} GiB"
 
 
 def tell(console: Console, found: Sequence[Finding]) -> None:

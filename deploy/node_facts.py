@@ -10,9 +10,10 @@ import platform
 import re
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -31,8 +32,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
+    """`total_bytes` of its memory; None where the driver does not tell, as in some virtual machines."""
+
     name: str
-    total_bytes: int
+    total_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,8 @@ def _torch_cuda() -> str | None:
 
 
 def _nvidia() -> tuple[str | None, str | None, tuple[Gpu, ...]]:
-    """(driver version, its CUDA version, GPUs); nothing where there is no driver."""
+    """(driver version, its CUDA version, GPUs); nothing where there is no driver. What a driver does not tell is
+    unknown: that is no reason for a run not to start."""
     if importlib.util.find_spec("pynvml") is None:
         return None, None, ()
     import pynvml
@@ -113,11 +117,21 @@ def _nvidia() -> tuple[str | None, str | None, tuple[Gpu, ...]]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return None, None, ()
+
+    def told(ask: Callable[..., Any], *of: Any) -> Any:
+        try:
+            return ask(*of)
+        except pynvml.NVMLError:
+            return None
+
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        gpus = [Gpu(_text(pynvml.nvmlDeviceGetName(h)), pynvml.nvmlDeviceGetMemoryInfo(h).total) for h in handles]
-        cuda = pynvml.nvmlSystemGetCudaDriverVersion()
-        return _text(pynvml.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}", tuple(gpus)
+        memory = [told(pynvml.nvmlDeviceGetMemoryInfo, h) for h in handles]
+        names = [_text(told(pynvml.nvmlDeviceGetName, h) or "GPU") for h in handles]
+        gpus = [Gpu(name, m.total if m is not None else None) for name, m in zip(names, memory, strict=True)]
+        cuda = told(pynvml.nvmlSystemGetCudaDriverVersion)
+        version = _text(told(pynvml.nvmlSystemGetDriverVersion) or "unknown")
+        return version, None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}", tuple(gpus)
     finally:
         pynvml.nvmlShutdown()
 
