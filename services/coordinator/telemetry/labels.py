@@ -17,8 +17,8 @@ STATES = (
     SlotState.IDLE, SlotState.ROLLOUT, SlotState.DRAINING, SlotState.DRAFTING, SlotState.POLICY, SlotState.LOST,
 )  # fmt: skip
 HOLDERS = ("policy", "reward")  # of spans, without a slot of their own
-PHASES = ("starting", "evaluation", "rollout", "reward", "policy", "publish", "load", "comparison", "finished",
-    OTHER)  # fmt: skip
+PHASES = ("starting", "evaluation", "rollout", "reward", "policy", "publish", "load", "comparison", "paused",
+    "finished", OTHER)  # fmt: skip
 PARTS = ("rollout", "reward", "policy", "publish")
 CAUSES = ("refused", "evicted", "aged_out", "damaged", "unwritten")
 EVENTS = (
@@ -26,7 +26,7 @@ EVENTS = (
     "drafter_returned", "drafter_gone", "drafter_parts_lost", "drafter_published", "drafter_kept", "drafter_useless",
     "drafter_rests", "drafter_trains", "states_dropped", "tail_moved", "rollouts_missing", "policy_lost", "reward_lost",
     "coordinator_returned", "run_resumed", "prompts_changed", "transfer_failed", "energy_missing", "energy_reset",
-    OTHER,
+    "weights_lost", "drafter_salvaged", "paused", "resumed", "strategy_forced", "checkpoint", OTHER,
 )  # fmt: skip
 
 Series = tuple[str, ...]

@@ -152,11 +152,12 @@ def test_did_you_mean(override: str, meant: str) -> None:
 
 
 # Paths through the default variants, where a mistaken neighbour can stand; a key inside a list has no dotted path, and
-# one of two letters ("tp") is not to be recognised by one of them.
+# those of two letters ("tp", "id") are not to be recognised by one of them.
 REAL_KEYS = sorted(
     path
     for _, path in all_keys()
-    if ".buckets" not in path and not path.endswith((".type", ".path", ".on_bad_row", ".epsilon", ".window", ".tp"))
+    if ".buckets" not in path
+    and not path.endswith((".type", ".path", ".on_bad_row", ".epsilon", ".window", ".tp", ".id"))
 )
 
 
