@@ -66,10 +66,6 @@ class ProgressBoard:
     def forget(self, server: str) -> None:
         self._running.pop(server, None)
 
-    def acceptance_by_request(self) -> dict[str, float | None]:
-        """Acceptance length of every request that runs now."""
-        return {rid: a.acceptance_length for per in self._running.values() for rid, a in per.items()}
-
     def event(self, event: RunEvent) -> None:
         self._events = [*self._events, event][-EVENTS_SHOWN:]
         self.refresh(force=True)

@@ -61,13 +61,6 @@ class RunData:
         seen += [number(row, "at_s") or 0.0 for row in (*self.steps, *self.evaluations)]
         return recorded if recorded is not None else max(seen, default=0.0)
 
-    def role_seconds(self) -> dict[str, float]:
-        """Seconds per role, summed over slots."""
-        totals: dict[str, float] = {}
-        for span in self.spans:
-            totals[span.role] = totals.get(span.role, 0.0) + span.end_s - span.start_s
-        return totals
-
 
 def _tail(path: Path) -> StepTail | None:
     rows = read_columns(path, ["step", "response_len", "finish_reason", "started_s", "finished_s"])
