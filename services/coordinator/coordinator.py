@@ -133,15 +133,17 @@ class Coordinator:
         """
         status, error = "failed", "unexpected: see the log"
         try:
-            self._take_over()
-            loop.train(self, self._config.run.steps, self._config.run.eval_every)
-            self._compare()
-            self.checkpoints.flush()
+            with self._policy_loss_told():
+                self._take_over()
+                loop.train(self, self._config.run.steps, self._config.run.eval_every)
+                self._compare()
+                self.checkpoints.flush()
             self._board.enter("finished")
             status, error = "finished", ""
         except (StopRequested, KeyboardInterrupt):  # the latter with every service in this process
             status, error = "stopped", ""
-            self.checkpoints.before_stopping()
+            with self._policy_loss_told():
+                self.checkpoints.before_stopping()
             raise
         except LongtailError as problem:
             error = str(problem)
@@ -226,11 +228,10 @@ class Coordinator:
     # ------------------------------------------------------------------ the verbs: policy, drafter, weights
 
     def train_step(self, batch: TrainBatch) -> None:
-        policy = self._services.policy
         self.checkpoints.recorded = None
         self._board.enter("policy")
         with self._timed("policy"), self._timeline.span("policy", "policy"):
-            report, pending, blob = policy.train_step(batch)
+            report, pending, blob = self._services.policy.train_step(batch)
             self._facts.policy = self._ask_policy(report)
             chunk = self._ask_policy(pending)
         self._drafting.finish()  # long since done: its last micro-step ended while the policy was trained
@@ -353,12 +354,19 @@ class Coordinator:
     # ------------------------------------------------------------------ small helpers
 
     def _ask_policy(self, pending: Pending[T]) -> T:
+        return self._calls.wait_for(self._services.policy.name, pending, self._patience.call_s)
+
+    @contextmanager
+    def _policy_loss_told(self) -> Iterator[None]:
+        """Whichever call found the policy trainer gone, a checkpoint under way or a step."""
         try:
-            return self._calls.wait_for(self._services.policy.name, pending, self._patience.call_s)
+            yield
         except ServiceLostError as error:
-            message = f"{error.reason}; what the policy learned since the last checkpoint died with it"
-            self._tell("policy_lost", error.name, message)
-            raise ServiceLostError(error.name, message) from error
+            if error.name != self._services.policy.name:
+                raise
+            reason = f"{error.reason}; what the policy learned since the last checkpoint died with it"
+            self._tell("policy_lost", error.name, reason)
+            raise ServiceLostError(error.name, reason) from error
 
     def _slot_changed(self, before: SlotLease, after: SlotLease, now: float) -> None:
         self._timeline.slot_changed(before, after, now)

@@ -302,9 +302,7 @@ class Fleet:
                 self._adopted(slot, epoch, has, copy)
 
         def no_copy(reason: str) -> None:
-            message = f"{reason}; the policy's weights died with it: start the run again"
-            self._tell("policy_lost", "policy", message)
-            raise ServiceLostError("policy", message)
+            raise ServiceLostError("policy", reason)
 
         def superseded(reason: str) -> None:
             self.lose(slot, reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -166,12 +167,30 @@ def test_stop_ends_the_run_at_a_safe_point_with_a_valid_summary() -> None:
     assert summary["status"] == "stopped" and summary["steps"] == 1 and summary["error"] is None
 
 
-def test_a_dead_policy_trainer_ends_the_run_and_says_why() -> None:
-    world = World()
-    world.observer.step = lambda metrics: world.policy.kill()  # type: ignore[method-assign]
+@pytest.mark.parametrize(
+    ("method", "nth", "stops"),
+    [("train_step", 2, 0), ("publish", 2, 0)] + [(method, 1, stops) for method in ("checkpoint", "flush") for stops in (0, 1)],
+)  # fmt: skip
+def test_the_policy_trainers_death_ends_the_run_and_is_told_whatever_it_was_asked(
+    method: str, nth: int, stops: int
+) -> None:
+    """`stops`: the step after which the user stops the run."""
+    world = World(tiny_config(run={"checkpoint_every": 2}))
+    alive, calls = getattr(world.policy.instance, method), itertools.count(1)
+
+    def dies(*args: Any) -> Any:
+        if next(calls) < nth:
+            return alive(*args)
+        world.policy.kill()
+        raise ServiceLostError("policy", "killed")
+
+    setattr(world.policy.instance, method, dies)
+    world.observer.step = lambda m: world.coordinator.stop() if m.step == stops else None  # type: ignore[method-assign]
     with pytest.raises(ServiceLostError, match="learned since the last checkpoint died with it"):
         world.coordinator.run()
-    assert world.observer.summaries[0]["status"] == "failed"
+    (told,) = (e for e in world.observer.events if e.kind == "policy_lost")
+    assert told.subject == "policy" and "died with it" in told.message
+    assert world.observer.summaries[0]["status"] == ("stopped" if stops else "failed")
 
 
 def test_progress_views_tell_phase_and_slots() -> None:

@@ -70,7 +70,7 @@ def test_every_server_may_be_cut_off() -> None:
 def test_a_policy_trainer_that_died_meanwhile_ends_the_run_and_is_named() -> None:
     world = World()
     disconnect(world).on_failure = world.policy.kill  # type: ignore[assignment]
-    with pytest.raises(ServiceLostError, match=r"policy is lost: .*weights died with it") as caught:
+    with pytest.raises(ServiceLostError, match=r"policy is lost: .*the last checkpoint died with it") as caught:
         world.coordinator.run()
     assert caught.value.name == "policy" and "policy_lost" in kinds(world)
 
