@@ -90,10 +90,12 @@ class EagleDrafting:
         self._rows.drafted[:] = 0
 
     @torch.no_grad()
-    def propose(self, strategy: DraftStrategy, sampling: SamplingTensors, uniforms: Callable[[int], Tensor]) -> Draft:
-        """Draft for all rows. `uniforms(n)` gives float64 [count,n] fresh numbers."""
+    def propose(
+        self, strategy: DraftStrategy, hidden: Tensor, sampling: SamplingTensors, uniforms: Callable[[int], Tensor]
+    ) -> Draft:
+        """Draft for all rows from what `catch_up` gave. `uniforms(n)` gives float64 [count,n] fresh numbers."""
         rows, plan = self._rows, draft_plan(strategy.shape, self._target.dtype, self._target.device)
-        hidden, base = self._catch_up(), rows.base()
+        base = rows.base()
         numbers = uniforms(plan.shape.num_nodes - 1) if strategy.sampled else None
         tokens = torch.zeros(rows.count, plan.shape.num_nodes, dtype=torch.long, device=hidden.device)
         outputs: dict[int, Tensor] = {0: hidden}
@@ -112,7 +114,8 @@ class EagleDrafting:
         lengths = torch.full((rows.count,), plan.shape.num_nodes - 1, device=hidden.device)
         return Draft(plan.shape, tokens[:, 1:], torch.cat(probs, 1) if probs else None, lengths)
 
-    def _catch_up(self) -> Tensor:
+    @torch.no_grad()
+    def catch_up(self) -> Tensor:
         """Feed the drafter all (token, target hidden state) pairs it has not seen; the output of each row's last one,
         [count,H], predicts the hidden state behind the next token. The last entry is always run again: its output is
         not kept."""

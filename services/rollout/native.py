@@ -24,12 +24,14 @@ from services.rollout.eagle import CATCH_UP_CHUNK, EagleDrafting
 from services.rollout.request import Request, Withdrawn, check_fits, continued_seed, note_version, take_out
 from services.rollout.rows import Rows, tail_mask, tail_table
 from services.rollout.stops import emit, response_text
+from services.rollout.stopwatch import Stopwatch
 from services.speculation.drafting import Draft
+from services.speculation.round import RoundOutcome, RoundView
 from services.speculation.selector import Selector
 from services.speculation.strategy import OFF, DraftStrategy
 from services.speculation.suffix_index import SuffixIndex
 from services.speculation.tree import TreeShape, tree_shape
-from services.speculation.verify import Verified, verify_chain, verify_tree
+from services.speculation.verify import Verified, count_tries, verify_chain, verify_tree
 from services.weights.parts import Incoming
 
 ROOT_ONLY = TreeShape((-1,))
@@ -54,7 +56,7 @@ class EngineOptions:
 @lru_cache(maxsize=64)
 def shape_tensors(shape: TreeShape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Depth of each node [Q], and the mask table of the target's pass over all nodes."""
-    return torch.tensor(shape.depths, device=device), tail_table(shape.sees.to(device), dtype)
+    return torch.tensor(shape.depths, device=device), tail_table(torch.tensor(shape.sees, device=device), dtype)
 
 
 class NativeEngine:
@@ -80,6 +82,7 @@ class NativeEngine:
         self._policy_version: int | None = None
         self._drafter_version: int | None = None
         self._forced: DraftStrategy | None = None
+        self._watch = Stopwatch(target.device, clock)
         self.last_strategy = OFF
         self.prefilled = 0, 0.0
 
@@ -191,13 +194,24 @@ class NativeEngine:
         self._admit()
         if not self._requests:
             return []
-        started, running = self._clock(), self.num_running
-        chosen = self._forced or self._selector.choose(running)
+        self._watch.start()
+        view = self._view()
+        chosen = self._forced or self._selector.choose(view).strategy
         draft = self._propose(chosen)
+        self._watch.lap("draft")
         self.last_strategy = chosen if draft.shape.num_nodes > 1 else OFF
-        emitted, finished = self._commit(draft, *self._verify(draft))
-        self._selector.record(chosen, running, emitted, self._clock() - started)
+        verified, logprobs = self._verify(draft)
+        self._watch.lap("verify")
+        emitted, finished = self._commit(draft, verified, logprobs)
+        counts = count_tries(draft, verified)
+        self._selector.record(RoundOutcome(chosen, view, emitted, self._watch.seconds(), *counts))
         return finished
+
+    def _view(self) -> RoundView:
+        rows, temperatures = self._rows, [r.sampling.temperature for r in self._requests]
+        known = rows.lengths[: rows.count]
+        behind = (known - 1 - rows.drafted[: rows.count]).clip(min=0)
+        return RoundView(rows.count, int(known.sum()), int(behind.sum()), sum(temperatures) / len(temperatures))
 
     def _admit(self) -> None:
         if not self._waiting:
@@ -255,7 +269,9 @@ class NativeEngine:
         if strategy.drafter == "eagle" and self._rows.lengths[: self._rows.count].min() > 1:
             if not self._eagle.ready:
                 raise WeightError(f"strategy {strategy.name} needs a drafter: load one, or use strategy off")
-            return self._eagle.propose(strategy, self._row_sampling(), self._uniforms)
+            hidden = self._eagle.catch_up()
+            self._watch.lap("extend")
+            return self._eagle.propose(strategy, hidden, self._row_sampling(), self._uniforms)
         empty = torch.zeros(self.num_running, 0, dtype=torch.long, device=self._target.device)
         return Draft(ROOT_ONLY, empty, None, torch.zeros_like(self._rows.base()))
 

@@ -8,15 +8,16 @@ from statistics import median
 from typing import Protocol
 
 from services.config.speculation import EpsilonGreedySelector, SpeculationConfig
+from services.speculation.round import Choice, RoundOutcome, RoundView
 from services.speculation.strategy import DraftStrategy, draft_strategy
 
 
 class Selector(Protocol):
-    def choose(self, running: int) -> DraftStrategy:
-        """The strategy for a round with `running` requests (>= 1)."""
+    def choose(self, view: RoundView) -> Choice:
+        """The strategy for the next round."""
 
-    def record(self, strategy: DraftStrategy, running: int, tokens: int, seconds: float) -> None:
-        """Tell what a round brought: tokens committed over all requests, wall seconds."""
+    def record(self, outcome: RoundOutcome) -> None:
+        """Tell what a round brought, also one whose strategy the selector did not choose."""
 
 
 class Fixed:
@@ -25,10 +26,10 @@ class Fixed:
     def __init__(self, strategy: DraftStrategy) -> None:
         self._strategy = strategy
 
-    def choose(self, running: int) -> DraftStrategy:
-        return self._strategy
+    def choose(self, view: RoundView) -> Choice:
+        return Choice(self._strategy, "the only one configured")
 
-    def record(self, strategy: DraftStrategy, running: int, tokens: int, seconds: float) -> None:
+    def record(self, outcome: RoundOutcome) -> None:
         """Nothing to learn."""
 
 
@@ -43,19 +44,19 @@ class EpsilonGreedy:
             {draft_strategy(s): deque[float](maxlen=config.window) for s in b.strategies} for b in config.buckets
         ]
 
-    def choose(self, running: int) -> DraftStrategy:
-        arms = self._arms[self._bucket(running)]
+    def choose(self, view: RoundView) -> Choice:
+        arms = self._arms[self._bucket(view.running)]
         untried = [s for s, scores in arms.items() if not scores]
         if untried:
-            return untried[0]
+            return Choice(untried[0], "not tried yet")
         if self._rng.random() < self._epsilon:
-            return self._rng.choice(list(arms))
-        return max(arms, key=lambda s: median(arms[s]))
+            return Choice(self._rng.choice(list(arms)), "explored at random")
+        return Choice(max(arms, key=lambda s: median(arms[s])), "fastest so far")
 
-    def record(self, strategy: DraftStrategy, running: int, tokens: int, seconds: float) -> None:
-        scores = self._arms[self._bucket(running)].get(strategy)
+    def record(self, outcome: RoundOutcome) -> None:
+        scores = self._arms[self._bucket(outcome.view.running)].get(outcome.strategy)
         if scores is not None:  # None: a forced strategy that is no candidate here
-            scores.append(tokens / max(seconds, 1e-9))
+            scores.append(outcome.tokens / max(outcome.seconds.total, 1e-9))
 
     def _bucket(self, running: int) -> int:
         return max(i for i, start in enumerate(self._starts) if start <= running)

@@ -10,9 +10,6 @@ import heapq
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-import torch
-from torch import Tensor
-
 # Assumed acceptance of the best child and how it falls per sibling rank; only the order of nodes depends on it.
 _FIRST_CHILD, _RANK_DECAY = 0.7, 0.35
 
@@ -67,12 +64,10 @@ class TreeShape:
         return tuple(reversed(path))
 
     @cached_property
-    def sees(self) -> Tensor:
-        """bool [Q,Q]: row i is True where node i may attend: its ancestors and itself."""
-        mask = torch.zeros(self.num_nodes, self.num_nodes, dtype=torch.bool)
-        for node in range(self.num_nodes):
-            mask[node, list(self.ancestors(node))] = True
-        return mask
+    def sees(self) -> tuple[tuple[bool, ...], ...]:
+        """[Q][Q]: row i is True where node i may attend: its ancestors and itself."""
+        paths = [set(self.ancestors(node)) for node in range(self.num_nodes)]
+        return tuple(tuple(other in path for other in range(self.num_nodes)) for path in paths)
 
 
 @lru_cache(maxsize=256)

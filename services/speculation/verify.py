@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from services.models.sampling import draw
+from services.speculation.drafting import Draft
 from services.speculation.tree import TreeShape
 
 EXACT = 1.0
@@ -120,3 +121,18 @@ def verify_tree(
     step = torch.arange(shape.depth, device=path.device)
     path = torch.where(step < accepted[:, None], path, current[:, None])
     return Verified(accepted, path, draw(rest, uniforms[:, nodes - 1]))
+
+
+def count_tries(draft: Draft, verified: Verified) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(tried, accepted) by position, as in RoundOutcome. In a tree a path may end at a node without children: nothing
+    was tried behind it."""
+    children, reached = draft.shape.children, verified.num_accepted_tokens.tolist()
+    lengths, paths = draft.lengths.tolist(), verified.path.tolist()
+    tried, accepted = [0] * draft.shape.depth, [0] * draft.shape.depth
+    for count, length, path in zip(reached, lengths, paths, strict=True):
+        for k in range(count):
+            accepted[k] += 1
+            tried[k] += 1
+        if count < length and children[path[count - 1] if count else 0]:
+            tried[count] += 1
+    return tuple(tried), tuple(accepted)

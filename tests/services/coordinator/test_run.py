@@ -169,8 +169,12 @@ def test_stop_ends_the_run_at_a_safe_point_with_a_valid_summary() -> None:
 
 @pytest.mark.parametrize(
     ("method", "nth", "stops"),
-    [("train_step", 2, 0), ("publish", 2, 0)] + [(method, 1, stops) for method in ("checkpoint", "flush") for stops in (0, 1)],
-)  # fmt: skip
+    [
+        ("train_step", 2, 0),
+        ("publish", 2, 0),
+        *((method, 1, stops) for method in ("checkpoint", "flush") for stops in (0, 1)),
+    ],
+)
 def test_the_policy_trainers_death_ends_the_run_and_is_told_whatever_it_was_asked(
     method: str, nth: int, stops: int
 ) -> None:

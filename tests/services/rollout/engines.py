@@ -15,6 +15,7 @@ from services.config.speculation import StrategyConfig
 from services.core.types import GroupWork, Prompt, Rollout, SamplingParams
 from services.models.target import TargetModel
 from services.rollout.native import EngineOptions, NativeEngine
+from services.speculation.round import Choice, RoundOutcome, RoundView
 from services.speculation.selector import Fixed, Selector
 from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 from services.speculation.suffix_index import SuffixIndex
@@ -47,14 +48,13 @@ class Switching:
 
     def __init__(self, strategies: Sequence[DraftStrategy], seed: int = 0) -> None:
         self._strategies, self._rng = list(strategies), random.Random(seed)
-        self.recorded: list[tuple[DraftStrategy, int, int]] = []
+        self.recorded: list[RoundOutcome] = []
 
-    def choose(self, running: int) -> DraftStrategy:
-        assert running >= 1
-        return self._rng.choice(self._strategies)
+    def choose(self, view: RoundView) -> Choice:
+        return Choice(self._rng.choice(self._strategies), "at random")
 
-    def record(self, strategy: DraftStrategy, running: int, tokens: int, seconds: float) -> None:
-        self.recorded.append((strategy, running, tokens))
+    def record(self, outcome: RoundOutcome) -> None:
+        self.recorded.append(outcome)
 
 
 class Scripted(SuffixIndex):

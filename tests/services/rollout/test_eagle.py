@@ -61,7 +61,7 @@ def running(kind: str, s: DraftStrategy) -> tuple[PreTrainedModel, dict[str, Ten
 @pytest.mark.parametrize("s", [*CHAINS, *TREES], ids=lambda s: s.name)
 def test_every_node_is_drawn_from_the_networks_own_distribution(kind: str, s: DraftStrategy) -> None:
     model, drafter, engine = running(kind, s)
-    draft = engine._eagle.propose(s, engine._row_sampling(), engine._uniforms)
+    draft = engine._eagle.propose(s, engine._eagle.catch_up(), engine._row_sampling(), engine._uniforms)
     assert (draft.probs is not None) == s.sampled and draft.lengths.tolist() == [s.num_draft_tokens - 1] * 3
     for row, request in enumerate(engine._requests):
         known, tokens = [*request.work.prompt.token_ids, *request.response_ids], [-1, *draft.tokens[row].tolist()]
@@ -103,7 +103,7 @@ def test_rows_in_need_of_several_catch_up_chunks_draft_alike() -> None:
         engine.submit(group(ids, 1, MIXED[0], first_seed=n))
     engine._admit()
     for _ in range(2):
-        draft = engine._eagle.propose(CHAINS[2], engine._row_sampling(), engine._uniforms)
+        draft = engine._eagle.propose(CHAINS[2], engine._eagle.catch_up(), engine._row_sampling(), engine._uniforms)
         assert draft.probs is not None
         for row, request in enumerate(engine._requests):
             known = [*request.work.prompt.token_ids, *request.response_ids]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -206,8 +207,14 @@ def test_every_batch_size_with_a_switch_of_strategy_every_round(batch: int) -> N
     ]
     found = finish(make_engine(model, selector, random_drafter(spec_of(model)), rows=batch), works)
     check_all(model, found, batch)
-    assert max(running for _, running, _ in selector.recorded) == batch
-    assert sum(tokens for *_, tokens in selector.recorded) == sum(len(r.response_ids) for r in found.values())
+    assert max(o.view.running for o in selector.recorded) == batch
+    assert sum(o.tokens for o in selector.recorded) == sum(len(r.response_ids) for r in found.values())
+    for o in selector.recorded:
+        assert o.view.behind_tokens <= o.view.context_tokens - o.view.running and o.view.temperature == 0
+        assert max(o.tried, default=0) <= o.view.running and len(o.tried) <= o.strategy.depth
+        assert o.tokens <= o.view.running + sum(o.accepted), "cut by a stop at most"
+        assert all(later <= before for before, later in itertools.pairwise(o.accepted))
+        assert o.seconds.total > 0 and (o.seconds.extend > 0) <= (o.strategy.drafter == "eagle")
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -231,7 +238,7 @@ def test_a_strategy_that_finds_nothing_to_draft_is_scored_all_the_same() -> None
     selector = Switching(SUFFIX)
     ids = prompts(64, 1)[0]
     finish(make_engine(target("qwen3"), selector, index=Scripted(lambda t, d: [])), [group(ids)])
-    assert {s.name for s, *_ in selector.recorded} <= {s.name for s in SUFFIX}
+    assert {o.strategy.name for o in selector.recorded} <= {s.name for s in SUFFIX}
 
 
 @pytest.mark.parametrize("s", EVERY, ids=NAME)

@@ -41,7 +41,7 @@ def fresh_rows(engine: NativeEngine, model, drafter) -> Rows:
     if drafter is not None and min(map(len, sequences)) > 1:
         eagle = EagleDrafting(rows)
         eagle.load(drafter)
-        eagle._catch_up()
+        eagle.catch_up()
     return rows
 
 
@@ -198,7 +198,9 @@ def test_drafts_do_not_depend_on_how_the_drafter_came_there(s: DraftStrategy) ->
         engine.step()
     argmax = DraftStrategy(s.name, s.drafter, s.depth, s.topk, s.num_draft_tokens, sampled=False)
     with torch.no_grad():
-        after = engine._eagle.propose(argmax, engine._row_sampling(), engine._uniforms)
+        after = engine._eagle.propose(argmax, engine._eagle.catch_up(), engine._row_sampling(), engine._uniforms)
         fresh = EagleDrafting(fresh_rows(engine, model, None))
         fresh.load(random_drafter(spec_of(model)))
-        assert torch.equal(fresh.propose(argmax, engine._row_sampling(), engine._uniforms).tokens, after.tokens)
+        assert torch.equal(
+            fresh.propose(argmax, fresh.catch_up(), engine._row_sampling(), engine._uniforms).tokens, after.tokens
+        )

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from services.config.schema import ClusterConfig
 from services.config.speculation import Bucket, EpsilonGreedySelector, SpeculationConfig, StrategyConfig
+from services.speculation.round import RoundOutcome, RoundView, StageSeconds
 from services.speculation.selector import EpsilonGreedy, Fixed, make_selector
 from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 
@@ -25,20 +26,28 @@ def make(epsilon: float = 0.1, window: int = 64, buckets: tuple[Bucket, ...] | N
     return make_selector(SpeculationConfig(selector=config), random.Random(seed))
 
 
+def view(running: int) -> RoundView:
+    return RoundView(running, 100 * running)
+
+
+def outcome(strategy: DraftStrategy, running: int, tokens: int, seconds: float) -> RoundOutcome:
+    return RoundOutcome(strategy, view(running), tokens, StageSeconds(0.0, 0.0, seconds, 0.0))
+
+
 def play(selector: EpsilonGreedy, speed: dict[str, float], rounds: int, running: int = 1) -> Counter[str]:
     """Each round takes one second and brings the arm's speed in tokens."""
     chosen: Counter[str] = Counter()
     for _ in range(rounds):
-        s = selector.choose(running)
+        s = selector.choose(view(running)).strategy
         chosen[s.name] += 1
-        selector.record(s, running, round(speed[s.name] * 1000), 1000.0)
+        selector.record(outcome(s, running, round(speed[s.name] * 1000), 1000.0))
     return chosen
 
 
 def test_fixed_is_the_configured_strategy_always() -> None:
     selector = make_selector(SpeculationConfig(), random.Random(0))
-    assert isinstance(selector, Fixed) and selector.choose(7) == OFF and OFF.is_off
-    selector.record(OFF, 7, 3, 0.1)
+    assert isinstance(selector, Fixed) and selector.choose(view(7)).strategy == OFF and OFF.is_off
+    selector.record(outcome(OFF, 7, 3, 0.1))
 
 
 @pytest.mark.parametrize("best", [draft_strategy(a).name for a in ARMS])
@@ -74,8 +83,8 @@ def test_one_lucky_round_does_not_win() -> None:
     speed = {draft_strategy(a).name: 1.0 for a in ARMS} | {"eagle_2_1_3": 2.0}
     play(selector, speed, 20)
     for tokens in (1, 1, 10**6):
-        selector.record(OFF, 1, tokens, 1.0)
-    assert selector.choose(1).name == "eagle_2_1_3"
+        selector.record(outcome(OFF, 1, tokens, 1.0))
+    assert selector.choose(view(1)).strategy.name == "eagle_2_1_3"
 
 
 def test_buckets_learn_apart() -> None:
@@ -83,14 +92,19 @@ def test_buckets_learn_apart() -> None:
     selector = make(epsilon=0.0, buckets=buckets)
     play(selector, {"off": 1.0, "eagle_2_1_3": 2.0}, 20, running=3)
     play(selector, {"off": 2.0, "eagle_2_1_3": 1.0}, 20, running=4)
-    assert [selector.choose(n).name for n in (1, 3, 4, 100)] == ["eagle_2_1_3", "eagle_2_1_3", "off", "off"]
+    assert [selector.choose(view(n)).strategy.name for n in (1, 3, 4, 100)] == [
+        "eagle_2_1_3",
+        "eagle_2_1_3",
+        "off",
+        "off",
+    ]
 
 
 def test_a_forced_strategy_that_is_no_candidate_is_not_recorded() -> None:
     selector = make(epsilon=0.0, buckets=(Bucket(strategies=ARMS[:1]),))
-    selector.record(draft_strategy(eagle(7)), 1, 10**9, 1.0)
-    assert selector.choose(1) == OFF
-    selector.record(OFF, 1, 1, 0.0)  # a clock too coarse for the round
+    selector.record(outcome(draft_strategy(eagle(7)), 1, 10**9, 1.0))
+    assert selector.choose(view(1)).strategy == OFF
+    selector.record(outcome(OFF, 1, 1, 0.0))  # a clock too coarse for the round
 
 
 def test_the_same_seed_chooses_the_same() -> None:

@@ -36,7 +36,7 @@ def test_a_node_sees_its_ancestors_and_itself(size: tuple[int, int, int]) -> Non
     for node in range(s.num_nodes):
         path = s.ancestors(node)
         assert path[0] == 0 and path[-1] == node and len(path) == s.depths[node] + 1
-        assert s.sees[node].nonzero()[:, 0].tolist() == sorted(path)
+        assert [i for i, seen in enumerate(s.sees[node]) if seen] == sorted(path)
 
 
 @given(SIZES)
