@@ -20,7 +20,7 @@ from deploy.provenance import provenance
 from deploy.side_by_side import SideBySideHost
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
-from services.core.types import EvalResult, Group, ProgressView, RunEvent, SlotSpan, StepMetrics
+from services.core.types import EvalResult, Group, ProgressView, RunEvent, SlotSpan, StepMetrics, StrategySpan
 
 STEPS = 4  # the drafter has nothing to learn from in the first one: it is the warm-up
 NEAR_GREEDY = 0.01
@@ -44,6 +44,8 @@ class _Notes:
     def evaluation(self, result: EvalResult) -> None: ...
 
     def span(self, span: SlotSpan) -> None: ...
+
+    def strategy(self, span: StrategySpan) -> None: ...
 
     def event(self, event: RunEvent) -> None:
         if event.kind == "tail_moved":

@@ -12,6 +12,7 @@ from services.coordinator.fleet import Fleet
 from services.coordinator.leases import LeaseBook
 from services.coordinator.progress import ProgressBoard
 from services.coordinator.rollout_phase import RolloutPhase
+from services.coordinator.strategies import StrategyLog
 from services.coordinator.tail_moves import TailMoves
 from services.coordinator.telemetry.facts import Telemetry
 from services.coordinator.trainers import Trainers
@@ -50,7 +51,7 @@ def make_drafting(parts: Parts, initial_drafter: Blob | None) -> Drafting:
     )
 
 
-def make_phase(parts: Parts, drafting: Drafting, board: ProgressBoard) -> RolloutPhase:
+def make_phase(parts: Parts, drafting: Drafting, board: ProgressBoard, strategies: StrategyLog) -> RolloutPhase:
     rollout, call_timeout_s = parts.config.rollout, parts.config.coordinator.call_timeout_s
     tail = TailMoves(
         rollout.consolidate,
@@ -75,5 +76,6 @@ def make_phase(parts: Parts, drafting: Drafting, board: ProgressBoard) -> Rollou
         call_timeout_s=call_timeout_s,
         tail=tail,
         telemetry=parts.telemetry,
+        strategies=strategies,
         tell=parts.tell,
     )

@@ -35,6 +35,7 @@ from services.coordinator.salvage import salvage
 from services.coordinator.scoring import Scoring
 from services.coordinator.services import Inputs, Services
 from services.coordinator.stats import group_stats
+from services.coordinator.strategies import StrategyLog
 from services.coordinator.summary import Summary
 from services.coordinator.telemetry.facts import NO_TELEMETRY, Telemetry
 from services.coordinator.timeline import Timeline
@@ -43,10 +44,7 @@ from services.coordinator.work import make_work, prompts_of_step
 from services.coordinator.worth import Worth
 from services.core.energy import EnergyClient, GpuName
 from services.core.errors import LongtailError, ServiceLostError, StopRequested
-from services.core.protocols import (
-    Clock,
-    Pending,
-)
+from services.core.protocols import Clock, Pending
 from services.core.types import (
     EvalResult,
     Group,
@@ -82,6 +80,7 @@ class Coordinator:
         before = takeover or Takeover(0, 0.0)
         self.control = Control(forceable(config), before.control, config.run.checkpoint_every > 0)
         self._timeline = Timeline(num_slots, clock, self._span, before.elapsed_s)
+        self._strategies = StrategyLog(self._timeline, observer.strategy)
         lease_s = config.coordinator.lease_s
         self._leases = LeaseBook(num_slots, lease_s, clock(), self._slot_changed, before.first_epoch)
         self._calls = Calls(services.waiter, clock, self._check_stop)
@@ -95,15 +94,8 @@ class Coordinator:
         self._fleet = Fleet(services.rollout, self._leases, self._calls, clock, self._patience, self._tell)
         self._fleet.on_blobs_lost = self._salvage
         self._engine_states = config.drafter.states == "engine"
-        self._trainers = Trainers(
-            services.drafters,
-            self._calls,
-            clock,
-            self._patience,
-            self._tell,
-            config.drafter.buffer_bytes,
-            telemetry.states_added,
-        )
+        states, added = config.drafter.buffer_bytes, telemetry.states_added
+        self._trainers = Trainers(services.drafters, self._calls, clock, self._patience, self._tell, states, added)
         parts = Parts(config, self._fleet, self._trainers, self._leases, self._calls, clock, self._tell, telemetry)
         self._parts = parts
         self._drafting = make_drafting(parts, services.initial_drafter)
@@ -111,7 +103,7 @@ class Coordinator:
             self._trainers, services.initial_drafter, clock, self._patience, self._tell, self._calls.turn
         )
         self._worth = Worth(config.drafter.training)
-        self._phase = make_phase(parts, self._drafting, self._board)
+        self._phase = make_phase(parts, self._drafting, self._board, self._strategies)
         self._scoring = Scoring(services.reward, self._calls, clock, self._patience, self._tell)
         self.checkpoints = Checkpoints(
             services.policy, inputs.train, parts, self._drafting, self._releases, self._patience
@@ -151,6 +143,7 @@ class Coordinator:
         finally:
             self.control.end()
             self._timeline.close()
+            self._strategies.close()
             summary = self._summary.as_dict(status, self._timeline.now(), error or None)
             self._observer.finish(summary)
         return summary
@@ -303,6 +296,7 @@ class Coordinator:
     def record(self, step: int) -> None:
         self._trainers.settle()
         self._facts.drafter_version = self._summary.drafter_version
+        self._facts.achieved_gain = self._strategies.achieved_gain
         self._facts.energy_j = self._metering.end(self._timeline.open_spans())
         self._summary.energy_method = method_word(self._metering.methods)
         metrics = step_metrics(step, self._timeline.now(), self._facts, self._releases.estimates)

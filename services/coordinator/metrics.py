@@ -28,6 +28,8 @@ class StepFacts:
     drafter: Sequence[DrafterProgress] = ()
     drafter_version: int = 0
     energy_j: Mapping[str, float] | None = None
+    predicted_gain: float | None = None
+    achieved_gain: float | None = None
 
 
 def step_metrics(step: int, at_s: float, facts: StepFacts, estimates: Mapping[str, AcceptanceEstimate]) -> StepMetrics:
@@ -71,4 +73,6 @@ def step_metrics(step: int, at_s: float, facts: StepFacts, estimates: Mapping[st
         drafting_s=facts.slot_seconds.get(SlotState.DRAFTING, 0.0),
         warnings=policy.warnings,
         energy_j=facts.energy_j,
+        predicted_gain=facts.predicted_gain,
+        achieved_gain=facts.achieved_gain,
     )

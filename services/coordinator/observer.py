@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from services.core.types import EvalResult, Group, ProgressView, RunEvent, SlotSpan, StepMetrics
+from services.core.types import EvalResult, Group, ProgressView, RunEvent, SlotSpan, StepMetrics, StrategySpan
 
 
 class RunObserver(Protocol):
@@ -19,6 +19,9 @@ class RunObserver(Protocol):
     def evaluation(self, result: EvalResult) -> None: ...
 
     def span(self, span: SlotSpan) -> None: ...
+
+    def strategy(self, span: StrategySpan) -> None:
+        """Which strategy ran at a slot's server, and why; told once the stretch is over or has gone on for seconds."""
 
     def event(self, event: RunEvent) -> None: ...
 

@@ -26,6 +26,7 @@ from services.core.types import (
     ServedVersions,
     SlotSpan,
     StepMetrics,
+    StrategySpan,
 )
 
 EPOCHS = 2**32  # of one incarnation: more than a run can use
@@ -135,6 +136,9 @@ class RunMemory:
 
     def span(self, span: SlotSpan) -> None:
         self.observer.span(span)
+
+    def strategy(self, span: StrategySpan) -> None:
+        self.observer.strategy(span)
 
     def event(self, event: RunEvent) -> None:
         self.events += 1

@@ -17,6 +17,7 @@ from services.coordinator.leases import LeaseBook
 from services.coordinator.ledger import FinishedGroup, Ledger
 from services.coordinator.progress import ProgressBoard
 from services.coordinator.scheduler import SlotView
+from services.coordinator.strategies import StrategyLog
 from services.coordinator.tail_moves import TailMoves
 from services.coordinator.telemetry.facts import Telemetry
 from services.coordinator.trainers import Trainers
@@ -40,6 +41,7 @@ class RolloutPhase:
         call_timeout_s: float,
         tail: TailMoves,
         telemetry: Telemetry,
+        strategies: StrategyLog,
         tell: Callable[[str, str, str], RunEvent],
     ) -> None:
         self._fleet = fleet
@@ -47,6 +49,7 @@ class RolloutPhase:
         self._drafting = drafting
         self._tail = tail
         self._telemetry = telemetry
+        self._strategies = strategies
         self._tell = tell
         self._leases = leases
         self._calls = calls
@@ -89,6 +92,7 @@ class RolloutPhase:
             self._calls.turn()
             self._fleet.expire()
         ledger.check_integrity()
+        self._strategies.close()
         self._drafting.stop_all()
         self._fleet.release_all()
         self._advancing.clear()
@@ -197,6 +201,7 @@ class RolloutPhase:
             self._missing(slot, asked)
         self._tail.report(slot, report)
         self._telemetry.reported(slot, report)
+        self._strategies.reported(slot, report)
         self._board.rollouts_done = self._ledger.recorded
         self._board.report(self._fleet.client(slot).name, report)
 

@@ -14,6 +14,7 @@ from typing import Any
 from services.core.acceptance import AcceptanceStats as AcceptanceStats  # noqa: PLC0414
 from services.core.buffer import BufferView as BufferView  # noqa: PLC0414
 from services.core.partial import PartialRollout as PartialRollout  # noqa: PLC0414
+from services.core.spans import StrategySpan as StrategySpan  # noqa: PLC0414
 
 # ---------------------------------------------------------------------------- prompts and work
 
@@ -151,7 +152,8 @@ class MemorySwitch:
 @dataclass(frozen=True, slots=True)
 class ServerReport:
     """Answer of a rollout server to one `advance`: what finished since the last report and what still runs.
-    Prefills that ended since then had `prefill_tokens` and took at most `prefill_s`; `memory_switches` were made."""
+    Prefills that ended since then had `prefill_tokens` and took at most `prefill_s`; `memory_switches` were made;
+    `spans` tell which strategies ran since then."""
 
     finished: tuple[Rollout, ...]
     running: tuple[RunningRequest, ...]
@@ -163,6 +165,7 @@ class ServerReport:
     prefill_tokens: int = 0
     prefill_s: float = 0.0
     memory_switches: tuple[MemorySwitch, ...] = ()
+    spans: tuple[StrategySpan, ...] = ()
 
 
 # ---------------------------------------------------------------------------- rewards and groups
@@ -347,6 +350,8 @@ class StepMetrics:
     drafting_s: float
     warnings: tuple[str, ...] = ()
     energy_j: Mapping[str, float] | None = None  # joules of the step's GPUs by role; None: not measured
+    predicted_gain: float | None = None  # how many times as long its rounds would take with OFF, predicted before it
+    achieved_gain: float | None = None  # the same, of the rounds as they came
 
 
 @dataclass(frozen=True, slots=True)

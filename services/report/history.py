@@ -1,7 +1,7 @@
 """What a run folder knows of a run that stopped or was killed, and cutting it back to the step it goes on from.
 
-Events and spans stay: that work was done, if for nothing. Steps and evaluations after the cut will be done again, so
-their lines go, or they would be counted twice.
+Events and spans (of slots and of strategies) stay: that work was done, if for nothing. Steps and evaluations after the
+cut will be done again, so their lines go, or they would be counted twice.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from services.core.types import EvalResult, StepMetrics
 from services.report.records import Row, number, read_lines, to_json, write_atomic
 from services.report.rollouts_file import rollouts_path
 
-METRICS, EVENTS, SPANS, ROLLOUTS, CHECKPOINTS = (
+METRICS, EVENTS, SPANS, STRATEGIES, ROLLOUTS, CHECKPOINTS = (
     "metrics.jsonl",
     "events.jsonl",
     "spans.jsonl",
+    "strategies.jsonl",
     "rollouts",
     "checkpoints",
 )
@@ -49,8 +50,9 @@ def recorded_step(run_dir: Path) -> int:
 
 def rewind(run_dir: Path, step: int) -> RunHistory:
     """Cut the folder back to the end of `step`, checkpoints included. Safe to be killed in: it is just done again."""
-    metrics, events, spans = (read_lines(run_dir / name)[0] for name in (METRICS, EVENTS, SPANS))
-    elapsed_s = max((_last_s(row) for row in (*metrics, *events, *spans)), default=0.0)
+    metrics, *stays = (read_lines(run_dir / name)[0] for name in (METRICS, EVENTS, SPANS, STRATEGIES))
+    events, spans, strategies = stays
+    elapsed_s = max((_last_s(row) for rows in (metrics, *stays) for row in rows), default=0.0)
     kept = list({(row["kind"], row["step"]): row for row in metrics if row["step"] <= step}.values())
     for place in whole_checkpoints(run_dir / CHECKPOINTS):
         if step_of(place) > step:
@@ -58,7 +60,7 @@ def rewind(run_dir: Path, step: int) -> RunHistory:
     for file in (run_dir / ROLLOUTS).glob("step_*.parquet"):
         if int(file.stem.removeprefix("step_")) > step:
             file.unlink()
-    for name, rows in ((METRICS, kept), (EVENTS, events), (SPANS, spans)):
+    for name, rows in ((METRICS, kept), (EVENTS, events), (SPANS, spans), (STRATEGIES, strategies)):
         write_atomic(run_dir / name, "".join(to_json(row) + "\n" for row in rows))  # without a line cut by the kill
     for name in ("summary.json", "trace.json", "report.html"):
         (run_dir / name).unlink(missing_ok=True)  # of the run that ended early: it is not over

@@ -5,6 +5,7 @@
     metrics.jsonl      one line per step and per held-out evaluation ("kind" tells which)
     events.jsonl       lost servers, returns, published drafters, ...
     spans.jsonl        slot roles
+    strategies.jsonl   which draft strategy ran at which slot when, and why
     rollouts/          step_00001.parquet, ...
     progress.json      what is happening now, replaced about once a second
     metrics_endpoint.json  where Prometheus finds the metrics of the run while it runs, as file_sd_configs reads it
@@ -34,13 +35,14 @@ from services.config.resume import changed_settings
 from services.config.schema import ClusterConfig
 from services.core.checkpoints import step_folder, step_of, whole_checkpoints
 from services.core.errors import ConfigError
-from services.core.types import EvalResult, Group, ProgressView, RunEvent, SlotSpan, StepMetrics
+from services.core.types import EvalResult, Group, ProgressView, RunEvent, SlotSpan, StepMetrics, StrategySpan
 from services.report.history import (
     CHECKPOINTS,
     EVENTS,
     METRICS,
     ROLLOUTS,
     SPANS,
+    STRATEGIES,
     RunHistory,
     recorded_step,
     rewind,
@@ -116,6 +118,7 @@ class RunFolder:
         self._metrics = _LineFile(self.path / METRICS)
         self._events = _LineFile(self.path / EVENTS)
         self._spans = _LineFile(self.path / SPANS)
+        self._strategies = _LineFile(self.path / STRATEGIES)
         self._progress_file = ProgressFile(self.path / "progress.json")
         self._progress_lock = threading.Lock()
         self._progress: ProgressView | None = None
@@ -186,6 +189,9 @@ class RunFolder:
 
     def span(self, span: SlotSpan) -> None:
         self._spans.append(to_row(span))
+
+    def strategy(self, span: StrategySpan) -> None:
+        self._strategies.append(to_row(span))
 
     def event(self, event: RunEvent) -> None:
         self._events.append(to_row(event))

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from services.core.types import GroupWork, Rollout, RunningRequest, ServedVersions
+from services.core.types import GroupWork, Rollout, RunningRequest, ServedVersions, StrategySpan
 from services.rollout.request import Withdrawn
 from services.speculation.strategy import DraftStrategy
 from services.weights.parts import Incoming
@@ -66,3 +66,7 @@ class RolloutEngine(Protocol):
 
     def force_strategy(self, strategy: DraftStrategy | None) -> None:
         """Use one strategy from the next round on; None gives the choice back to the selector."""
+
+    def take_spans(self) -> tuple[StrategySpan, ...]:
+        """Which strategies ran since the last call and why, on the clock that the engine was made with; a bounded
+        number of them."""

@@ -17,16 +17,17 @@ from torch import Tensor
 
 from services.core.errors import RequestError, WeightError
 from services.core.protocols import Clock
-from services.core.types import FinishReason, GroupWork, Rollout, RunningRequest, ServedVersions
+from services.core.types import FinishReason, GroupWork, Rollout, RunningRequest, ServedVersions, StrategySpan
 from services.models.sampling import SamplingTensors, check_sampling, process_logits, sampling_tensors, uniforms
 from services.models.target import TargetModel, check_names, target_names
+from services.rollout.choices import FORCED, ChoiceLog
 from services.rollout.eagle import CATCH_UP_CHUNK, EagleDrafting
 from services.rollout.request import Request, Withdrawn, check_fits, continued_seed, note_version, take_out
 from services.rollout.rows import Rows, tail_mask, tail_table
 from services.rollout.stops import emit, response_text
 from services.rollout.stopwatch import Stopwatch
 from services.speculation.drafting import Draft
-from services.speculation.round import RoundOutcome, RoundView
+from services.speculation.round import Choice, RoundOutcome, RoundView
 from services.speculation.selector import Selector
 from services.speculation.strategy import OFF, DraftStrategy
 from services.speculation.suffix_index import SuffixIndex
@@ -83,6 +84,7 @@ class NativeEngine:
         self._drafter_version: int | None = None
         self._forced: DraftStrategy | None = None
         self._watch = Stopwatch(target.device, clock)
+        self._choices = ChoiceLog()
         self.last_strategy = OFF
         self.prefilled = 0, 0.0
 
@@ -185,6 +187,9 @@ class NativeEngine:
         assert strategy is None or strategy.num_draft_tokens <= self._options.max_nodes
         self._forced = strategy
 
+    def take_spans(self) -> tuple[StrategySpan, ...]:
+        return self._choices.take()
+
     # -- one round
 
     @torch.no_grad()
@@ -194,9 +199,11 @@ class NativeEngine:
         self._admit()
         if not self._requests:
             return []
+        started_s = self._clock()
         self._watch.start()
         view = self._view()
-        chosen = self._forced or self._selector.choose(view).strategy
+        choice = Choice(self._forced, FORCED) if self._forced else self._selector.choose(view)
+        chosen = choice.strategy
         draft = self._propose(chosen)
         self._watch.lap("draft")
         self.last_strategy = chosen if draft.shape.num_nodes > 1 else OFF
@@ -205,6 +212,7 @@ class NativeEngine:
         emitted, finished = self._commit(draft, verified, logprobs)
         counts = count_tries(draft, verified)
         self._selector.record(RoundOutcome(chosen, view, emitted, self._watch.seconds(), *counts))
+        self._choices.note(choice, view.running, emitted, started_s, self._clock())
         return finished
 
     def _view(self) -> RoundView:

@@ -55,6 +55,7 @@ class RolloutService:
             raise StaleEpochError(f"epoch {epoch} is older than this server's {self._epoch}: renew the lease")
         if epoch != self._epoch:
             self._engine.abort()
+            self._engine.take_spans()
             self._finished, self._untold_tokens = [], 0
             self._open.clear()
         self._epoch = epoch
@@ -98,18 +99,20 @@ class RolloutService:
             finished.extend(engine.step(budget_s - (self._clock() - started)))
             if self._clock() - started >= budget_s:
                 break
+        ended = self._clock()
         new_tokens = engine.num_tokens + sum(len(r.response_ids) for r in finished) - tokens
         report = ServerReport(
             finished=(*self._finished, *finished),
             running=engine.running(),
             waiting=engine.num_waiting,
             new_tokens=new_tokens + self._untold_tokens,
-            busy_s=self._clock() - started,
+            busy_s=ended - started,
             strategy=engine.last_strategy.name,
             versions=engine.versions,
             prefill_tokens=engine.prefilled[0] - prefilled[0],
             prefill_s=engine.prefilled[1] - prefilled[1],
             memory_switches=tuple(self._switches),
+            spans=tuple(span.moved(-ended) for span in engine.take_spans()),
         )
         self._finished, self._untold_tokens, self._switches = [], 0, []
         self._open.difference_update((r.group_id, r.index) for r in report.finished)

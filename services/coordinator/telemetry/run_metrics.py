@@ -29,6 +29,7 @@ from services.core.types import (
     SlotSpan,
     SlotState,
     StepMetrics,
+    StrategySpan,
 )
 
 SizeOf = Callable[[Weights, Blob], int | None]
@@ -132,6 +133,9 @@ class RunMetrics:
         if span.slot in HOLDERS:
             self._work.end(span.slot, span.end_s - span.start_s)
 
+    def strategy(self, span: StrategySpan) -> None:
+        """Counted with the report that brought it."""
+
     @_locked
     def event(self, event: RunEvent) -> None:
         self._values.inc("longtail_events_total", 1, self._labels.known("kind", event.kind))
@@ -176,6 +180,8 @@ class RunMetrics:
             v.inc("longtail_memory_switches_total", 1, word)
             v.inc("longtail_memory_switch_seconds_total", switch.seconds, word)
             v.inc("longtail_memory_switch_bytes_total", switch.num_bytes, word)
+        for span in report.spans:
+            v.inc("longtail_strategy_rounds_total", span.rounds, name, self._labels.known("strategy", span.strategy))
         self._accepted(report)
 
     @_locked
@@ -280,4 +286,6 @@ def _step_gauges(metrics: StepMetrics) -> dict[str, float | None]:
         "grad_norm": metrics.grad_norm,
         "logprob_gap": metrics.logprob_gap,
         "drafter_loss": metrics.drafter_loss,
+        "predicted_gain": metrics.predicted_gain,
+        "achieved_gain": metrics.achieved_gain,
     }

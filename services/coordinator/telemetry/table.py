@@ -81,6 +81,12 @@ ROLLOUT = (
     _gauge("truncated_fraction", "Share of the last step's responses that were cut at the length limit."),
     _counter("verify_steps", "Verify steps of requests, decode steps without a draft under off. The bucket goes by the "
              "requests that ran at the server in the interval of a report.", ("strategy", "bucket")),
+    _counter("strategy_rounds", "Rounds of a slot's server by the strategy that was chosen for them.",
+             ("slot", "strategy")),
+    _gauge("predicted_gain", "Seconds of the last step's rounds with OFF over those with the selector's choice, as "
+           "predicted before the step."),
+    _gauge("achieved_gain", "Seconds that OFF would have taken for the last step's tokens, as the selector predicts, "
+           "over the seconds of their rounds."),
     _counter("accepted_tokens", "Draft tokens accepted, bonus excluded.", ("strategy", "bucket"), "tokens"),
     _counter("draft_tokens", "Draft tokens proposed.", ("bucket",), "tokens"),
     _gauge("step_acceptance_length", "Tokens per verify step of the last step, bonus included."),

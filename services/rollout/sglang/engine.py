@@ -24,6 +24,7 @@ from services.core.types import (
     Rollout,
     RunningRequest,
     ServedVersions,
+    StrategySpan,
 )
 from services.models.hidden import HiddenStates
 from services.models.target import check_names, check_shapes
@@ -138,6 +139,10 @@ class SGLangEngine:
     @property
     def last_strategy(self) -> DraftStrategy:
         return self._strategy
+
+    def take_spans(self) -> tuple[StrategySpan, ...]:
+        """None: SGLang tells nothing of its rounds."""
+        return ()
 
     def running(self) -> tuple[RunningRequest, ...]:
         return tuple(

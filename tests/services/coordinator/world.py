@@ -40,6 +40,7 @@ class Recorder:
     groups: dict[int, Any] = field(default_factory=dict)
     evaluations: list[Any] = field(default_factory=list)
     spans: list[Any] = field(default_factory=list)
+    strategies: list[Any] = field(default_factory=list)
     events: list[Any] = field(default_factory=list)
     views: list[Any] = field(default_factory=list)
     summaries: list[Any] = field(default_factory=list)
@@ -58,6 +59,9 @@ class Recorder:
 
     def span(self, span: Any) -> None:
         self.spans.append(span)
+
+    def strategy(self, span: Any) -> None:
+        self.strategies.append(span)
 
     def event(self, event: Any) -> None:
         self.events.append(event)

@@ -15,7 +15,7 @@ from services.config.resume import FREE_WITHIN, KEPT
 from services.config.schema import ClusterConfig
 from services.core.checkpoints import MANIFEST, step_folder, whole_checkpoints
 from services.core.errors import ConfigError
-from services.core.types import EvalResult, Group, RunEvent, SlotSpan, StepMetrics
+from services.core.types import EvalResult, Group, RunEvent, SlotSpan, StepMetrics, StrategySpan
 from services.report.history import superseded
 from services.report.run_folder import RunFolder, finished_summary
 
@@ -33,6 +33,7 @@ def fill(folder: RunFolder, metrics: StepMetrics, groups: list[Group], steps: in
     folder.evaluation(EvalResult(steps, 10.0 * steps, 4, 4, 0.5, 0.5))
     folder.event(RunEvent(11.0, "slot_lost", "rollout-0", "killed"))
     folder.span(SlotSpan("slot 0", "rollout", 0.0, 10.0 * steps + 3, "step"))
+    folder.strategy(StrategySpan(1.0, 10.0 * steps + 4, "off", "forced", 9, 8.0, 18, 18, 2, 2, slot="slot 0"))
 
 
 def make_checkpoint(folder: RunFolder, step: int) -> None:
@@ -57,10 +58,12 @@ def test_a_run_is_cut_back_to_its_checkpoint(config: ClusterConfig, metrics: Ste
     assert [m.step for m in history.steps] == [1, 2, 3] and [e.step for e in history.evaluations] == [0]
     assert math.isnan(history.steps[0].kl), "a number that was not finite comes back"
     assert replace(history.steps[1], kl=0.0) == replace(metrics, step=2, at_s=20.0, kl=0.0)
-    assert history.events == 1 and history.elapsed_s == 53.0, "the clock goes on after the last sign of life"
+    assert history.events == 1 and history.elapsed_s == 54.0, "the clock goes on after the last sign of life"
     assert len(list((again.path / "rollouts").glob("*.parquet"))) == 3 and again.recorded_step() == 3
     assert [p.name[-1] for p in whole_checkpoints(again.checkpoints)] == ["1", "2", "3"]
     assert not (again.path / "summary.json").exists() and not (again.path / "report.html").exists()
+    told = [json.loads(line) for line in (again.path / "strategies.jsonl").read_text().splitlines()]
+    assert [(row["strategy"], row["rounds"], row["off_s"]) for row in told] == [("off", 9, None)], "it was run"
     again.step(replace(metrics, step=4))
     rows = [json.loads(line) for line in (again.path / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows] == [1, 2, 3, 0, 4], "whole lines, each step once"

@@ -224,3 +224,29 @@ def test_bfloat16_runs(folder: Path) -> None:
     built.submit([group((1, 2, 3), 2, SamplingParams(max_tokens=9))], 0)
     found, tokens = drain(built, 0)
     assert tokens == 18 and all(x <= 0 for r in found.values() for x in r.rollout_logprobs)
+
+
+@pytest.mark.parametrize("budget_s", [0.0, 60.0])
+def test_reports_tell_which_strategy_ran_when(service: RolloutService, budget_s: float) -> None:
+    service.submit([group((1, 5 + n, 9), 2, SamplingParams(max_tokens=9), first_seed=n) for n in range(2)], 1)
+    spans, tokens, ended = [], 0, False
+    while not ended:
+        report = service.advance(budget_s, 1)
+        assert all(-report.busy_s <= s.start_s <= s.end_s <= 0.0 for s in report.spans), "before the report's end"
+        assert sum(s.tokens for s in report.spans) == report.new_tokens
+        spans, tokens = [*spans, *report.spans], tokens + report.new_tokens
+        ended = not report.running
+    assert {(s.strategy, s.reason) for s in spans} == {("eagle_2_1_3", "the only one configured")}
+    assert spans[0].running_first == 4 and sum(s.verify_steps for s in spans) >= sum(s.rounds for s in spans)
+    service.set_strategy("off", 1)
+    service.submit([group((1, 2, 3), 2)], 1)
+    (forced,) = service.advance(0.0, 1).spans
+    assert (forced.strategy, forced.reason, forced.off_s) == ("off", "forced", None)
+
+
+def test_rounds_of_an_older_epoch_are_not_told(service: RolloutService) -> None:
+    service.submit([group((1, 2, 3), 2)], 1)
+    service.withdraw([], 1)
+    service._engine.step(0.0)  # a round that no report told before the slot was leased anew
+    service.open_epoch(2)
+    assert service.advance(0.0, 2).spans == ()
