@@ -35,7 +35,7 @@ from services.models.methods import drafter_method
 from services.models.target import target_names
 from services.rollout.sglang.arguments import sampling_arguments
 from services.rollout.sglang.build import slot_arguments
-from services.rollout.sglang.launch import start_engine
+from services.rollout.sglang.start import start_engine
 
 BATCHES = (1, 8, 32, 64)
 CAPTURE_BATCHES = (8, 32, 64)
@@ -78,7 +78,7 @@ def run_bench(config: ClusterConfig, repeats: int, publishing: bool) -> dict[str
         "provenance": provenance(),
         "grown": read_grown(model_dir(config.model.path)),
         "seed": config.run.seed,
-        "strategy": config.speculation.strategies[0].model_dump(),
+        "strategies": [s.model_dump() for s in config.speculation.strategies],
         "max_tokens": config.rollout.sampling.max_tokens,
         "repeats": repeats,
         "cells": cells,
@@ -92,7 +92,7 @@ def _throughput(config: ClusterConfig, repeats: int) -> tuple[list[dict[str, Any
     """(rollout server against bare engine, with against without capture). None without an EAGLE drafter."""
     inputs = load_inputs(config)
     share = config.placement.gpus_per_slot
-    captures = config.speculation.strategies[0].drafter == "eagle" and config.drafter.method == "eagle"
+    captures = any(s.drafter == "eagle" for s in config.speculation.strategies) and config.drafter.method == "eagle"
     changed = config.drafter.model_copy(update={"states": "engine" if captures else "policy"})
     config = config.model_copy(update={"drafter": changed})
     server = ray.remote(RolloutActor).options(num_gpus=share).remote(config, 0)
@@ -134,7 +134,7 @@ def _load_from_disk(server: Any, config: ClusterConfig) -> None:
     policy = ray.put({name: tensors[name] for name in target_names(spec)})
     fetch(server.open_epoch.remote(EPOCH), timeout_s, "the epoch")
     fetch(server.load_policy.remote(0, policy, EPOCH), timeout_s, "the policy load")
-    if config.speculation.strategies[0].drafter == "eagle":
+    if any(s.drafter == "eagle" for s in config.speculation.strategies):
         method = drafter_method(config.drafter, spec)
         drafter = read_drafter(drafter_dir(config.model.path, method.name), method)
         fetch(server.load_drafter.remote(0, drafter, EPOCH), timeout_s, "the drafter load")

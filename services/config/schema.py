@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from services.config.drafter import DrafterConfig
 from services.config.engine_args import engine_arg_problems
+from services.config.graphs import GraphsConfig, switching_problems
 from services.config.section import Section
 from services.config.speculation import SpeculationConfig
 from services.config.warmup import WarmupConfig
@@ -100,6 +101,7 @@ class SGLangEngine(Section):
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: start on random weights, the run's arrive anyway
     # Pinned host memory for hidden states (drafter.states: engine): what does not fit is lost to the drafter, and told.
     capture_bytes: int = Field(2**30, ge=2**20)
+    graphs: GraphsConfig = GraphsConfig()  # of an engine whose selector has several strategies
     release_memory: bool = False  # the KV cache and the weights can be released while the slot's GPU is lent out
     engine_args: dict[str, int | float | bool | str] = Field(default_factory=dict)  # further arguments of sglang.Engine
 
@@ -268,9 +270,10 @@ class ClusterConfig(Section):
 
     def _sglang_problems(self, engine: SGLangEngine) -> Iterator[str]:
         sampling, chosen = self.rollout.sampling, self.speculation.strategies
-        if len(chosen) > 1:
-            yield "an SGLang engine runs one strategy from its start: set speculation.selector.type: fixed"
-        for s in chosen:
+        switches = len(set(chosen)) > 1
+        if switches:
+            yield from switching_problems(chosen)
+        for s in dict.fromkeys(chosen):
             if s.drafter == "suffix":
                 yield "drafter 'suffix' is the native engine's: take 'ngram' with rollout.engine.type: sglang"
             if s.drafter == "eagle" and s.sampled and s.topk > 1:
@@ -289,8 +292,8 @@ class ClusterConfig(Section):
             )
         if self.speculation.acceptance != "exact":
             yield "speculation.acceptance 'threshold' is the native engine's: leave it at 'exact' with SGLang"
-        if self.run.compare_prompts:
-            yield "run.compare_prompts switches strategies, an SGLang engine runs one: set it to 0"
+        if self.run.compare_prompts and not switches:
+            yield "run.compare_prompts switches strategies, an SGLang engine with a fixed one does not: set it to 0"
         yield from engine_arg_problems(engine.engine_args)
 
     def _states_problems(self) -> Iterator[str]:

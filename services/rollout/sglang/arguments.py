@@ -9,6 +9,7 @@ from typing import Any
 from services.config.schema import ClusterConfig, SGLangEngine
 from services.core.errors import ConfigError
 from services.core.types import SamplingParams
+from services.rollout.sglang.order import CONFIG_FILE, SwitchOrder
 from services.speculation.strategy import DraftStrategy
 
 ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3"}
@@ -21,8 +22,11 @@ def engine_arguments(
     model: tuple[Path, Mapping[str, Any]],
     drafter_folder: Path,
     seed: int,
+    order: SwitchOrder | None = None,
 ) -> dict[str, Any]:
-    """`model`: the target's folder and its config.json. Raises ConfigError when the model cannot hold `max_len`."""
+    """`model`: the target's folder and its config.json. `strategy`: the deepest, with an `order` to switch; that one's
+    text stands in for the file into which it goes at the start. Raises ConfigError when the model cannot hold
+    `max_len`."""
     folder, model_config = model
     context = engine.max_len + reserved_tokens(strategy)
     positions = int(model_config.get("max_position_embeddings", context))
@@ -59,6 +63,8 @@ def engine_arguments(
     }
     if engine.load_format == "dummy" and strategy.drafter == "eagle":
         arguments["speculative_draft_load_format"] = "dummy"
+    if order is not None:
+        arguments |= {"speculative_adaptive": True, CONFIG_FILE: order.text()}
     if engine.kv_tokens is not None:
         arguments["max_total_tokens"] = engine.kv_tokens
     return arguments

@@ -19,7 +19,8 @@ from services.rollout.sglang.arguments import engine_arguments
 from services.rollout.sglang.engine import SGLangEngine as Adapter
 from services.rollout.sglang.engine import SGLangLimits, Shapes
 from services.rollout.sglang.handle import EngineHandle, Kind
-from services.speculation.strategy import DraftStrategy, draft_strategy
+from services.rollout.sglang.order import strategies_by_depth, switch_order
+from services.speculation.strategy import DraftStrategy
 
 Start = Callable[[Mapping[str, Any], str, ClusterConfig], EngineHandle]
 # The engine gives up before the coordinator does: its message says what it waited for.
@@ -28,7 +29,8 @@ SOONER = 0.9
 
 def start_sglang(arguments: Mapping[str, Any], server: str, config: ClusterConfig) -> EngineHandle:
     """The real thing; imported here, so that machines without SGLang load the rest."""
-    from services.rollout.sglang.launch import SGLangHandle, start_engine
+    from services.rollout.sglang.launch import SGLangHandle
+    from services.rollout.sglang.start import start_engine
 
     engine = config.rollout.engine
     assert isinstance(engine, SGLangEngine)
@@ -40,28 +42,29 @@ def start_sglang(arguments: Mapping[str, Any], server: str, config: ClusterConfi
 def build_sglang_engine(config: ClusterConfig, engine: SGLangEngine, slot: int, start: Start = start_sglang) -> Adapter:
     """Raises ConfigError when strategy, drafter folder and model do not go together (row 25)."""
     arguments, server = slot_arguments(config, engine, slot), f"rollout-{slot}"
-    spec, strategy = model_spec(read_config(model_dir(config.model.path))), _strategy(config)
+    spec, strategies = model_spec(read_config(model_dir(config.model.path))), strategies_by_depth(config.speculation)
     method = drafter_method(config.drafter, spec)
-    shapes = _shapes(spec, strategy, method)
+    shapes = _shapes(spec, _deepest(config), method)
     capture_bytes = engine.capture_bytes if config.drafter.states == "engine" else 0
     limits = SGLangLimits(engine.max_len, spec.vocab_size, shapes, method.engine_zeros(), server, capture_bytes)
     tokenizer = load_tokenizer(config.model.path)
-    return Adapter(start(arguments, server, config), limits, strategy, tokenizer.decode, time.monotonic)
+    return Adapter(start(arguments, server, config), limits, strategies, tokenizer.decode, time.monotonic)
 
 
 def slot_arguments(config: ClusterConfig, engine: SGLangEngine, slot: int) -> dict[str, Any]:
     """Keyword arguments of the slot's `sglang.Engine`, checked."""
-    folder, strategy = model_dir(config.model.path), _strategy(config)
+    folder, strategy = model_dir(config.model.path), _deepest(config)
     model_config, drafter_folder = read_config(folder), drafter_dir(config.model.path, config.drafter.method)
     if strategy.drafter == "eagle":
         _check_drafter_folder(drafter_method(config.drafter, model_spec(model_config)), drafter_folder)
     seed = (config.run.seed * 1009 + slot) % 2**31
-    return engine_arguments(config, engine, strategy, (folder, model_config), drafter_folder, seed)
+    order = switch_order(config, engine, slot)
+    return engine_arguments(config, engine, strategy, (folder, model_config), drafter_folder, seed, order)
 
 
-def _strategy(config: ClusterConfig) -> DraftStrategy:
-    (chosen,) = config.speculation.strategies  # the configuration holds an SGLang engine to one
-    return draft_strategy(chosen)
+def _deepest(config: ClusterConfig) -> DraftStrategy:
+    strategies = strategies_by_depth(config.speculation)
+    return strategies[max(strategies)]
 
 
 def _shapes(spec: ModelSpec, strategy: DraftStrategy, method: DrafterMethod) -> dict[Kind, Shapes]:

@@ -20,7 +20,6 @@ from services.core.types import (
     GroupWork,
     HiddenStateChunk,
     MemorySwitch,
-    PartialRollout,
     Rollout,
     RunningRequest,
     ServedVersions,
@@ -28,9 +27,11 @@ from services.core.types import (
 )
 from services.models.hidden import HiddenStates
 from services.models.target import check_names, check_shapes
-from services.rollout.request import RequestLife, Withdrawn, check_fits, continued_seed
+from services.rollout.request import Withdrawn, check_fits, continued_seed
 from services.rollout.sglang.acceptance import acceptance_stats
 from services.rollout.sglang.handle import EngineHandle, Kind, Update
+from services.rollout.sglang.requests import Prefill, Request
+from services.rollout.sglang.rounds import newest_depth
 from services.rollout.sglang.states import assemble
 from services.rollout.stops import Emission, emit, response_text
 from services.speculation.strategy import DraftStrategy
@@ -38,6 +39,7 @@ from services.weights.parts import Incoming
 
 Decode = Callable[[Sequence[int]], str]
 Shapes = Mapping[str, tuple[int, ...]]
+SPANS_EVERY_S = 1.0  # asking costs SGLang's scheduler about a millisecond, between two rounds
 
 
 @dataclass(frozen=True)
@@ -53,64 +55,26 @@ class SGLangLimits:
     capture_bytes: int = 0  # set aside for hidden states; 0: none are kept
 
 
-@dataclass
-class _Request(RequestLife):
-    """`news` is of the part that SGLang generates; `earlier` is what another server generated before."""
-
-    news: Update
-    earlier: PartialRollout | None = None
-
-    @property
-    def earlier_ids(self) -> tuple[int, ...]:
-        return self.earlier.response_ids if self.earlier else ()
-
-    @property
-    def response_ids(self) -> tuple[int, ...]:
-        return (*self.earlier_ids, *self.news.response_ids)
-
-    @property
-    def logprobs(self) -> tuple[float, ...]:
-        # SGLang tells a greedy token's logprob at temperature 1; greedy means probability one
-        told = self.news.logprobs if self.sampling.temperature else (0.0,) * len(self.news.response_ids)
-        return (*self.earlier.rollout_logprobs, *told) if self.earlier else told
-
-
-@dataclass
-class _Prefill:
-    """SGLang does not tell how long its prefills take. It does them first: the time in which some request has no token
-    yet, polls included, is an upper bound."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    _open: int = 0
-    _since_s: float = 0.0
-
-    def begin(self, tokens: int, now_s: float) -> None:
-        if not self._open:
-            self._since_s = now_s
-        self._open += tokens
-
-    def end(self, now_s: float) -> None:
-        if self._open:
-            self.tokens, self.seconds = self.tokens + self._open, self.seconds + now_s - self._since_s
-        self._open = 0
-
-    def forget(self) -> None:
-        self._open = 0
-
-
 class SGLangEngine:
-    """One rollout server's engine. `strategy` is what SGLang was started with: it holds for every round."""
+    """One rollout server's engine. `strategies`, by depth: what SGLang was started with. A single one holds for every
+    round; between several SGLang switches by itself (see `switching`)."""
 
     def __init__(
-        self, handle: EngineHandle, limits: SGLangLimits, strategy: DraftStrategy, decode: Decode, clock: Clock
+        self,
+        handle: EngineHandle,
+        limits: SGLangLimits,
+        strategies: Mapping[int, DraftStrategy],
+        decode: Decode,
+        clock: Clock,
     ) -> None:
-        self._handle, self._limits, self._strategy = handle, limits, strategy
+        self._handle, self._limits, self._strategies = handle, limits, strategies
         self._decode, self._clock = decode, clock
-        self._requests: dict[str, _Request] = {}
+        self._last = next(iter(strategies.values()))
+        self._spans_s = -SPANS_EVERY_S
+        self._requests: dict[str, Request] = {}
         self._versions = handle.served()
         self._submitted = 0
-        self._prefill = _Prefill()
+        self._prefill = Prefill()
         self._released = False
         self._window = 0  # counts the calls of take_states and abort
         self._finished: dict[str, Rollout] = {}  # since the last take_states, with their states
@@ -138,11 +102,16 @@ class SGLangEngine:
 
     @property
     def last_strategy(self) -> DraftStrategy:
-        return self._strategy
+        """Of the newest round that SGLang has told of."""
+        return self._last
 
     def take_spans(self) -> tuple[StrategySpan, ...]:
-        """None: SGLang tells nothing of its rounds."""
-        return ()
+        """What SGLang chose; asked for now and then while it runs, and when it has come to rest."""
+        now_s = self._clock()
+        if len(self._strategies) == 1 or (self._requests and now_s - self._spans_s < SPANS_EVERY_S):
+            return ()
+        self._spans_s = now_s
+        return self._handle.take_spans()
 
     def running(self) -> tuple[RunningRequest, ...]:
         return tuple(
@@ -183,11 +152,11 @@ class SGLangEngine:
             ids = (*work.prompt.token_ids, *known)
             self._handle.submit(rid, ids, rest, continued_seed(seed, len(known)), window)
 
-    def _begin(self, work: GroupWork, index: int, seed: int, rid: str) -> _Request:
+    def _begin(self, work: GroupWork, index: int, seed: int, rid: str) -> Request:
         known = work.partial(index)
         started_s = known.started_s if known else self._clock()
         versions = (list(known.policy_versions), list(known.drafter_versions)) if known else ([], [])
-        request = _Request(work, index, seed, started_s, *versions, Update(rid, (), ()), known)
+        request = Request(work, index, seed, started_s, *versions, Update(rid, (), ()), known)
         request.serve(self._versions)
         return request
 
@@ -223,6 +192,7 @@ class SGLangEngine:
                 continue  # cut at a stop string; SGLang told more before it heard of that
             self._check_news(request, update)
             request.news = update
+            self._note_strategy(update)
             reason = self._reason(request)
             if reason is not None:
                 del self._requests[update.rid]
@@ -233,8 +203,13 @@ class SGLangEngine:
             self._prefill.end(self._clock())
         return finished
 
+    def _note_strategy(self, update: Update) -> None:
+        depth = newest_depth(update.histogram) if len(self._strategies) > 1 else None
+        if depth is not None:
+            self._last = self._strategies[depth]
+
     @staticmethod
-    def _check_news(request: _Request, update: Update) -> None:
+    def _check_news(request: Request, update: Update) -> None:
         if update.finish == FinishReason.ABORT:  # first: SGLang tells the last id alone then
             raise RequestError(
                 f"{request.rollout_id}: SGLang gave the request up: {update.message or 'no reason told'}"
@@ -245,7 +220,7 @@ class SGLangEngine:
                 "tokens; rollouts without one logprob per token cannot be trained on: check the SGLang version"
             )
 
-    def _reason(self, request: _Request) -> FinishReason | None:
+    def _reason(self, request: Request) -> FinishReason | None:
         """Where the response ends by our own rule, applied to all its ids: SGLang sees no stop strings, and its
         versions differ in what they leave behind a stop inside an accepted run (rows 1 and 4)."""
         news, sampling = request.news, request.work.sampling
@@ -262,7 +237,7 @@ class SGLangEngine:
         return emission.finish_reason
 
     @staticmethod
-    def _reason_told(request: _Request) -> FinishReason | None:
+    def _reason_told(request: Request) -> FinishReason | None:
         """SGLang's own reason where the run's rule has none: a model's end-of-sequence id may be no stop id of the
         run. It shortens the budget of a request that its KV cache cannot hold, and tells nobody."""
         news, budget = request.news, request.work.sampling.max_tokens
@@ -276,19 +251,19 @@ class SGLangEngine:
             )
         return FinishReason.STOP
 
-    def _acceptance(self, request: _Request) -> AcceptanceStats:
+    def _acceptance(self, request: Request) -> AcceptanceStats:
         if request.earlier is not None:
             return self._part_acceptance(request)
-        return acceptance_stats(request.news.histogram, len(request.news.response_ids), self._strategy)
+        return acceptance_stats(request.news.histogram, len(request.news.response_ids), self._strategies)
 
-    def _part_acceptance(self, request: _Request) -> AcceptanceStats:
+    def _part_acceptance(self, request: Request) -> AcceptanceStats:
         """Where another part follows or went before, a prefill's token alone is no decode step."""
-        here = acceptance_stats(request.news.histogram, len(request.news.response_ids), self._strategy)
-        if not here.verify_steps and not self._strategy.is_off:
+        here = acceptance_stats(request.news.histogram, len(request.news.response_ids), self._strategies)
+        if not any(request.news.histogram) and any(self._strategies):
             here = AcceptanceStats()
         return AcceptanceStats.merged([request.earlier.acceptance, here]) if request.earlier else here
 
-    def _finish(self, request: _Request, reason: FinishReason) -> Rollout:
+    def _finish(self, request: Request, reason: FinishReason) -> Rollout:
         text = response_text(request.response_ids, request.sampling, self._decode)
         tokens, now_s = (request.response_ids, request.logprobs), self._clock()
         return request.rollout(tokens, text, reason, self._acceptance(request), now_s, self._limits.server)
@@ -306,7 +281,7 @@ class SGLangEngine:
 
     def load_drafter(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         if "drafter" not in self._limits.shapes:
-            raise WeightError(f"strategy {self._strategy.name} runs without a drafter: nothing to load")
+            raise WeightError(f"strategy {self._last.name} runs without a drafter: nothing to load")
         self._load("drafter", version, tensors, self._versions.drafter)
 
     def _load(self, kind: Kind, version: int, tensors: Mapping[str, Tensor], served: int | None) -> None:
@@ -347,11 +322,14 @@ class SGLangEngine:
             request.serve(versions)
 
     def force_strategy(self, strategy: DraftStrategy | None) -> None:
-        if strategy is not None and strategy != self._strategy:
+        if strategy is not None and strategy not in self._strategies.values():
+            names = ", ".join(s.name for s in self._strategies.values())
             raise ConfigError(
-                f"this SGLang engine was started with strategy {self._strategy.name} and cannot change to "
-                f"{strategy.name}: start the run with that strategy, or use the native engine"
+                f"this SGLang engine was started with {names} and cannot change to {strategy.name}: name it in "
+                "speculation.selector, or use the native engine"
             )
+        if len(self._strategies) > 1:
+            self._handle.force_depth(None if strategy is None else strategy.depth)
 
     # -- hidden states
 

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from services.core.types import SamplingParams, ServedVersions
+from services.core.types import SamplingParams, ServedVersions, StrategySpan
 from services.rollout.sglang.captured import CapturedStates
 from services.weights.parts import Incoming
 
@@ -21,7 +21,8 @@ Kind = Literal["policy", "drafter"]
 @dataclass(frozen=True, slots=True)
 class Update:
     """News of one request, everything since its start. `histogram[k]`: verify steps that accepted k draft tokens, as
-    SGLang counts them (`meta_info.spec_correct_drafts_histogram`); empty without speculation. `finish` is SGLang's
+    SGLang counts them (`meta_info.spec_correct_drafts_histogram`); empty without speculation; of an engine that
+    switches between depths, laid out as in `rounds`. `finish` is SGLang's
     finish reason ("stop", "length", "abort"), None while it runs; `message` explains an abort."""
 
     rid: str
@@ -71,6 +72,13 @@ class EngineHandle(Protocol):
 
     def take_states(self) -> CapturedStates:
         """What was kept since the last call, of requests with a window."""
+
+    def force_depth(self, depth: int | None) -> None:
+        """Draft to this depth in every round from the next one on; None: as the selector says. ConfigError for a depth
+        that has not been captured."""
+
+    def take_spans(self) -> tuple[StrategySpan, ...]:
+        """What the selector chose since the last call, on this machine's monotonic clock."""
 
     def served(self) -> ServedVersions:
         """Asked of the engine's own models, not remembered."""

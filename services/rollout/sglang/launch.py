@@ -1,4 +1,4 @@
-"""Starting a stock SGLang engine and talking to it: the only module besides `plugin` that imports SGLang.
+"""Talking to a stock SGLang engine (`start` starts it).
 
 The engine's event loop runs in a thread of its own; every call is a coroutine handed over to it and waited for with a
 time-out. SGLang's own blocking methods would run that loop in the caller's thread, one call at a time.
@@ -7,50 +7,37 @@ time-out. SGLang's own blocking methods would run that loop in the caller's thre
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import sys
+import json
 import threading
-import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
-from importlib.metadata import entry_points
 from itertools import chain
 from typing import Any, TypeVar
 
-import psutil
 import torch
 from torch import Tensor
 
-from services.core.errors import BatchError, ConfigError, ServiceLostError, WaitTimeoutError, WeightError
-from services.core.types import SamplingParams, ServedVersions
+from services.core.errors import BatchError, ConfigError, WaitTimeoutError, WeightError
+from services.core.types import SamplingParams, ServedVersions, StrategySpan
 from services.rollout.sglang.arguments import sampling_arguments
 from services.rollout.sglang.capture import KEEP
 from services.rollout.sglang.captured import CapturedStates, capture_file, read_capture
+from services.rollout.sglang.graphs import CapturedGraphs
 from services.rollout.sglang.handle import Kind, Update
 from services.rollout.sglang.loader import PART_BYTES, LoadOrder, serve_parts
 from services.rollout.sglang.plugin import (
     CAPTURE_STATES,
+    FORCE_DEPTH,
     HISTOGRAM_KEY,
-    PLUGIN_GROUP,
     PLUGIN_NAME,
     STATE_KEY,
+    TAKE_SPANS,
     TAKE_STATES,
 )
+from services.rollout.sglang.switching import FREE
 from services.weights.parts import Incoming, NamedTensors
 
-PROGRESS_S = 15.0
 T = TypeVar("T")
-
-
-def check_plugin() -> None:
-    """SGLang looks for the plug-in among installed distributions; without it a policy load would reach the drafter."""
-    if not any(point.name == PLUGIN_NAME for point in entry_points(group=PLUGIN_GROUP)):
-        raise ConfigError(
-            f"the SGLang plug-in {PLUGIN_NAME!r} is not installed: install this package (`pip install .`) in the "
-            "environment of the rollout servers"
-        )
 
 
 class SGLangHandle:
@@ -210,9 +197,30 @@ class SGLangHandle:
                 )
             return read_capture(descriptor)
 
+    # -- strategies
+
+    def force_depth(self, depth: int | None) -> None:
+        refused = self._ask_scheduler(FORCE_DEPTH, "fixing the strategy", depth=FREE if depth is None else depth)
+        if refused:
+            raise ConfigError(f"{self._server}: {refused}")
+
+    def take_spans(self) -> tuple[StrategySpan, ...]:
+        answer = self._call_scheduler(TAKE_SPANS, "the choice of strategies")
+        if not answer.success:
+            raise BatchError(f"{self._server}: SGLang could not tell which strategies ran: {answer.message}")
+        return tuple(StrategySpan(**span) for span in json.loads(answer.message))
+
+    def graphs(self) -> tuple[CapturedGraphs, ...]:
+        """What the graphs of each depth took; empty for an engine with one strategy."""
+        return tuple(CapturedGraphs(**told) for told in self._state("the memory of its graphs").get("graphs", ()))
+
     def _ask_scheduler(self, method: str, what: str, **parameters: int | str) -> str:
-        """Call a method of every scheduler process; returns why it failed, or nothing. What `Engine.collective_rpc`
-        does, which would wait for ever."""
+        """Call a method of every scheduler process; returns why it failed, or nothing."""
+        answer = self._call_scheduler(method, what, **parameters)
+        return "" if answer.success else str(answer.message)
+
+    def _call_scheduler(self, method: str, what: str, **parameters: int | str) -> Any:
+        """What `Engine.collective_rpc` does, which would wait for ever."""
         from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send
 
         socket = self._engine.send_to_rpc
@@ -221,19 +229,22 @@ class SGLangHandle:
         sock_send(socket, RpcReqInput(method=method, parameters=parameters))
         if not socket.poll(int(1000 * self._timeout_s)):
             raise self._too_late(what)
-        answer = sock_recv(socket)
-        return "" if answer.success else str(answer.message)
+        return sock_recv(socket)
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info()
         return int(free)
 
     def served(self) -> ServedVersions:
-        states = self._call(self._manager.get_internal_state(), "the served versions")
-        told = states[0].get(STATE_KEY)
+        told = self._state("the served versions")
+        return ServedVersions(told["policy"], told["drafter"])
+
+    def _state(self, what: str) -> Mapping[str, Any]:
+        states = self._call(self._manager.get_internal_state(), what)
+        told: Mapping[str, Any] | None = states[0].get(STATE_KEY)
         if told is None:
             raise ConfigError(f"{self._server}: SGLang runs without the {PLUGIN_NAME!r} plug-in: see its log")
-        return ServedVersions(told["policy"], told["drafter"])
+        return told
 
     # -- life
 
@@ -273,93 +284,3 @@ def _update(rid: str, chunk: Mapping[str, Any]) -> Update:
         finish=None if reason is None else reason["type"],
         message="" if reason is None else str(reason.get("message") or ""),
     )
-
-
-def start_engine(arguments: Mapping[str, Any], server: str, start_timeout_s: float) -> Any:
-    """Blocks until the engine can serve, saying so now and then. WaitTimeoutError after `start_timeout_s`,
-    ServiceLostError when one of SGLang's processes failed; both leave no process of it behind."""
-    sglang = _sglang()
-    check_plugin()
-    need = int(arguments["tp_size"])
-    if torch.cuda.device_count() < need:
-        raise ConfigError(
-            f"{server} sees {torch.cuda.device_count()} GPUs, rollout.engine.tp asks for {need}: raise "
-            "placement.gpus_per_slot, or lower tp"
-        )
-    os.environ["SGLANG_PLUGINS"] = PLUGIN_NAME
-    before = set(psutil.Process().children(recursive=True))
-    with _watched(server, start_timeout_s, before) as expired:
-        try:
-            engine = sglang.Engine(**arguments, custom_sigquit_handler=_child_failed)
-        except (RuntimeError, ValueError, OSError, EOFError) as error:
-            _end_children(before)
-            if expired.is_set():
-                raise WaitTimeoutError(
-                    f"{server}: SGLang was not ready within {start_timeout_s:.0f} s (it loads weights, compiles "
-                    "kernels and captures CUDA graphs): see its log, or raise coordinator.start_timeout_s"
-                ) from None
-            raise ServiceLostError(server, f"SGLang could not start: {error}") from error
-    signal.signal(signal.SIGQUIT, _engine_died)
-    return engine
-
-
-def _sglang() -> Any:
-    try:
-        import sglang
-    except ModuleNotFoundError as error:
-        if error.name != "sglang":
-            raise
-        raise ConfigError(
-            "SGLang is not installed here: `pip install '.[sglang]'` in the environment of the rollout servers, or set "
-            "rollout.engine.type: native"
-        ) from None
-    return sglang
-
-
-@contextmanager
-def _watched(server: str, timeout_s: float, before: set[psutil.Process]) -> Iterator[threading.Event]:
-    """Tells about a start under way; at the time-out ends SGLang's processes, which ends the wait for them."""
-    ready, expired = threading.Event(), threading.Event()
-    started = time.monotonic()
-
-    def watch() -> None:
-        waited = 0.0
-        while not ready.wait(min(PROGRESS_S, timeout_s - waited)):
-            waited = time.monotonic() - started
-            _say(f"{server}: SGLang is starting, {waited:.0f} s of at most {timeout_s:.0f} s")
-            if waited >= timeout_s:
-                expired.set()
-                _end_children(before)
-                return
-
-    thread = threading.Thread(target=watch, name=f"{server}-start", daemon=True)
-    thread.start()
-    try:
-        yield expired
-    finally:
-        ready.set()
-        thread.join()
-
-
-def _say(line: str) -> None:
-    """Into the process's own log. Not through `logging`: Ray and SGLang both set up loggers as they like."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def _end_children(before: set[psutil.Process]) -> None:
-    for process in psutil.Process().children(recursive=True):
-        if process not in before and process.is_running():
-            process.kill()
-
-
-def _child_failed(signum: int, frame: Any) -> None:
-    """SGLang's processes send SIGQUIT to their parent when they fail; its stock answer would end this process without
-    a word to whoever waits for it."""
-    raise RuntimeError("one of its processes failed, see the traceback above in this log")
-
-
-def _engine_died(signum: int, frame: Any) -> None:
-    """In service there is nothing to save: the process ends at once, its supervisor sees that and starts another.
-    SGLang's remaining processes end with their parent."""
-    _say("one of SGLang's processes died: this rollout server ends")
-    os._exit(1)

@@ -1,14 +1,13 @@
 """The SGLang plug-in (entry-point group `sglang.srt.plugins`): loads that reach one model, versions told by the engine,
-acceptance told while requests run, hidden states kept for the drafter.
+acceptance told while requests run, hidden states kept for the drafter; switching between strategies is in `switching`.
 
 SGLang runs `register` in every one of its processes before anything is built. Hooks wrap stock methods of 0.5.17; none
-of its code is changed. This module and `launch` are the only ones that import SGLang.
+of its code is changed. Beside `switching`, `launch` and `start`, no module imports SGLang.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +17,13 @@ from services.core.errors import ConfigError, WeightError
 from services.rollout.sglang.capture import KEEP, StateCapture
 from services.rollout.sglang.handle import Kind
 from services.rollout.sglang.loader import load_part, parse_order, served_version
+from services.rollout.sglang.switching import AFTER, AROUND, BEFORE, force_depth, take_spans, told_state
 
 PLUGIN_GROUP, PLUGIN_NAME = "sglang.srt.plugins", "longtail"
 STATE_KEY = "longtail"
-CAPTURE_STATES, TAKE_STATES = "longtail_capture_states", "longtail_take_states"  # calls of the scheduler
+# Calls of the scheduler.
+CAPTURE_STATES, TAKE_STATES = "longtail_capture_states", "longtail_take_states"
+FORCE_DEPTH, TAKE_SPANS = "longtail_force_depth", "longtail_take_spans"
 CAPTURE = "longtail_capture"  # attribute of SGLang's draft worker
 HISTOGRAM_KEY = "spec_correct_drafts_histogram"  # SGLang's own name in meta_info
 
@@ -36,14 +38,17 @@ def register() -> None:
         "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.update_weights_from_tensor": _load_draft,
         "sglang.srt.managers.scheduler.Scheduler.flush_cache": _flush_cache,
         "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request": _answer_rpc,
+        **AROUND,
     }
     before: dict[str, Callable[..., Any]] = {
         f"{DRAFT_WORKER}._draft_extend_for_prefill": _keep_prefill,
         f"{DRAFT_WORKER}._draft_extend_for_decode": _keep_verification,
+        **BEFORE,
     }
     after: dict[str, Callable[..., Any]] = {
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state": _add_versions,
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_logprob_style": _add_histogram,
+        **AFTER,
     }
     for kind, hooks in ((HookType.AROUND, around), (HookType.BEFORE, before), (HookType.AFTER, after)):
         for target, hook in hooks.items():
@@ -102,6 +107,7 @@ def _add_versions(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any
     result.internal_state[STATE_KEY] = {
         "policy": served_version(scheduler.tp_worker.model_runner.model),
         "drafter": None if runner is None else served_version(runner.model),
+        **told_state(draft),
     }
     return result
 
@@ -116,15 +122,29 @@ def _add_histogram(
         meta_info[HISTOGRAM_KEY] = told[at]
 
 
-# ---------------------------------------------------------------------------- hidden states
+# ---------------------------------------------------------------------------- calls
 
 
 def _answer_rpc(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """SGLang looks the method up on its scheduler, and turns an exception into the answer."""
-    ours: dict[str, Callable[..., None]] = {CAPTURE_STATES: _capture_states, TAKE_STATES: _take_states}
-    if request.method in ours:
-        setattr(scheduler, request.method, partial(ours[request.method], scheduler))
-    return original(scheduler, request)
+    """SGLang looks the method up on its scheduler, and turns an exception into the answer; ours may answer a text."""
+    ours: dict[str, Callable[..., str | None]] = {
+        CAPTURE_STATES: _capture_states, TAKE_STATES: _take_states,
+        FORCE_DEPTH: force_depth, TAKE_SPANS: take_spans,
+    }  # fmt: skip
+    if request.method not in ours:
+        return original(scheduler, request)
+    texts: list[str] = []
+
+    def call(**parameters: Any) -> None:
+        text = ours[request.method](scheduler, **parameters)
+        texts.extend([] if text is None else [text])
+
+    setattr(scheduler, request.method, call)
+    answer = original(scheduler, request)
+    return type(answer)(success=True, message=texts[0]) if answer.success and texts else answer
+
+
+# ---------------------------------------------------------------------------- hidden states
 
 
 def _capture_states(scheduler: Any, limit_bytes: int) -> None:

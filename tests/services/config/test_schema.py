@@ -44,6 +44,8 @@ def mistakes(*overrides: str) -> list[str]:
         strategy("ngram", 4),
         strategy("ngram", 4, 3, 10),
         "speculation.selector={type: fixed}",
+        "speculation.selector={type: epsilon_greedy, buckets: [{strategies: [{drafter: eagle, depth: 5, "
+        "num_draft_tokens: 6}, {drafter: eagle, depth: 2, num_draft_tokens: 3}]}, {min_running: 4, strategies: [{}]}]}",
     ],
 )
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
@@ -64,10 +66,27 @@ def test_what_sglang_runs(chosen: str, method: str) -> None:
         (
             [
                 "speculation.selector={type: epsilon_greedy, buckets: "
-                "[{strategies: [{}]}, {min_running: 4, strategies: [{}]}]}"
+                "[{strategies: [{}, {drafter: eagle, depth: 3, topk: 2, num_draft_tokens: 6, sampled: false}]}]}"
             ],
-            "runs one strategy from its start",
-            "set speculation.selector.type: fixed",
+            "switches between EAGLE chains of several depths and OFF",
+            "one strategy with speculation.selector.type: fixed",
+        ),
+        (
+            [
+                "speculation.selector={type: epsilon_greedy, buckets: "
+                "[{strategies: [{}, {drafter: ngram, depth: 3, num_draft_tokens: 4}]}]}"
+            ],
+            "switches between EAGLE chains of several depths and OFF",
+            "one strategy with speculation.selector.type: fixed",
+        ),
+        (
+            [
+                "speculation.selector={type: epsilon_greedy, buckets: [{strategies: "
+                "[{drafter: eagle, depth: 2, num_draft_tokens: 3}, "
+                "{drafter: eagle, depth: 3, num_draft_tokens: 4, sampled: false}]}]}"
+            ],
+            "samples the drafts of all its strategies or of none",
+            "set sampled alike in all of them",
         ),
         (["rollout.sampling.top_k=5"], "logprobs without top_k", "use the native engine"),
         (["rollout.sampling.top_p=0.9"], "logprobs without top_k", "use the native engine"),
@@ -77,7 +96,7 @@ def test_what_sglang_runs(chosen: str, method: str) -> None:
             "'threshold' is the native engine's",
             "leave it at 'exact' with SGLang",
         ),
-        (["run.compare_prompts=8"], "an SGLang engine runs one", "set it to 0"),
+        (["run.compare_prompts=8"], "with a fixed one does not", "set it to 0"),
         (
             ["rollout.engine.max_len=900", "rollout.engine.kv_tokens=900"],
             "kv_tokens 900 cannot hold one request of max_len 900",

@@ -24,7 +24,7 @@ def service(request: pytest.FixtureRequest) -> RolloutService:
     if request.param == "native":
         engine: RolloutEngine = make_engine(MODEL, CHAIN)
     else:
-        engine = SGLangEngine(FakeHandle(MODEL, CHAIN), limits_of(MODEL, CHAIN), CHAIN, letters, ticking())
+        engine = SGLangEngine(FakeHandle(MODEL, CHAIN), limits_of(MODEL, CHAIN), {3: CHAIN}, letters, ticking())
         engine.load_policy(0, tensors_of(MODEL))
     engine.load_drafter(0, DRAFTER)
     built = RolloutService(engine, {s.name: s for s in (OFF, CHAIN)}, ticking())

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.core.errors import ConfigError, ServiceLostError, WaitTimeoutError, WeightError
-from services.core.types import FinishReason, GroupWork, Prompt, SamplingParams, ServedVersions
+from services.core.types import FinishReason, GroupWork, Prompt, SamplingParams, ServedVersions, StrategySpan
 from services.models.drafter import DrafterMethod
 from services.models.eagle import Eagle
 from services.models.target import TargetModel, target_names
@@ -28,12 +28,13 @@ from services.rollout.sglang.captured import CapturedStates, capture_file, read_
 from services.rollout.sglang.engine import SGLangLimits
 from services.rollout.sglang.handle import Kind, Update
 from services.rollout.sglang.loader import PART_BYTES, LoadOrder, load_part, serve_parts, served_version
+from services.rollout.sglang.rounds import note_round
 from services.speculation.selector import Fixed
 from services.speculation.strategy import OFF, DraftStrategy
 from services.speculation.suffix_index import SuffixIndex
 from services.weights.parts import Incoming, NamedTensors
 from tests.services.models.tiny import CPU, spec_of
-from tests.services.rollout.engines import letters, ticking
+from tests.services.rollout.engines import Switching, letters, ticking
 from tests.services.rollout.sglang.fused import FusedModel
 
 MAX_LEN = 120
@@ -69,7 +70,7 @@ class _Life:
 class FakeHandle:
     """`behind_stop`: tokens behind a stop are told, and the length hides the stop, as SGLang once did; otherwise they
     are cut, as 0.5.17 does. `model_eos`: ids that end a response although the run does not name them. `budget`: SGLang
-    quietly shortens longer ones."""
+    quietly shortens longer ones. `switching`: what it draws from at random every round, in place of `strategy`."""
 
     def __init__(
         self,
@@ -82,8 +83,12 @@ class FakeHandle:
         rounds: int = 1,
         part_bytes: int = PART_BYTES,
         method: DrafterMethod | None = None,
+        switching: Sequence[DraftStrategy] = (),
     ) -> None:
         self.faults = Faults()
+        if switching:
+            strategy = max(switching, key=lambda s: s.depth)
+        self._switching, self._forced = {s.depth: s for s in switching}, None
         spec = spec_of(model)
         method = method or Eagle(spec)
         self.target = FusedModel(target_names(spec))
@@ -95,7 +100,7 @@ class FakeHandle:
         options = EngineOptions(rows, longest, nodes, suffix_index=SuffixIndex(100_000))
         self.native = NativeEngine(
             TargetModel(spec, options.max_len + options.spare_columns, CPU, torch.float32),
-            options, Fixed(_runnable(strategy)), letters, ticking(),
+            options, Switching(switching) if switching else Fixed(_runnable(strategy)), letters, ticking(),
         )  # fmt: skip
         self._model = copy.deepcopy(model)
         self._capture: StateCapture | None = None
@@ -161,7 +166,8 @@ class FakeHandle:
                 self._end(rid, FinishReason.ABORT, self.faults.abort_message)
             return
         dropped = {rid for rid, life in self._lives.items() if life.aborted}
-        self.native.force_strategy(OFF if any(life.prefill for life in self._lives.values()) else None)
+        prefills = any(life.prefill for life in self._lives.values())
+        self.native.force_strategy(OFF if prefills else self._forced)
         ended = self.native.step()
         assert not ended, "the room behind the budget was too small"
         if self._capture is not None:
@@ -175,7 +181,9 @@ class FakeHandle:
         """Count the verify step, and tell what is known of the request, or that it ended."""
         life = self._lives[rid]
         step = count - life.known
-        if not life.prefill and not self._strategy.is_off:
+        if not life.prefill and self._switching:
+            note_round(life.histogram, self.native.last_strategy.depth, step - 1)
+        elif not life.prefill and not self._strategy.is_off:
             life.histogram += [0] * (step - len(life.histogram))
             life.histogram[step - 1] += 1
         first, life.known, life.prefill = life.known, count, False
@@ -214,6 +222,16 @@ class FakeHandle:
         waiting = [work for work in self.native._waiting if work.group_id != rid]
         self.native._waiting.clear()
         self.native._waiting.extend(waiting)
+
+    # -- strategies
+
+    def force_depth(self, depth: int | None) -> None:
+        self._alive()
+        self._forced = None if depth is None else self._switching[depth]
+
+    def take_spans(self) -> tuple[StrategySpan, ...]:
+        self._alive()
+        return self.native.take_spans()
 
     # -- weights
 
@@ -289,7 +307,8 @@ class FakeHandle:
 
     def _keep_nodes(self, capture: StateCapture, version: int, nodes: list[tuple[str | None, int, Tensor, list[int]]]):
         rids, starts, parts, behind = zip(*nodes, strict=True)
-        width = max(self._strategy.num_draft_tokens, *map(len, parts))
+        strategy = self.native.last_strategy if self._switching else self._strategy
+        width = max(strategy.num_draft_tokens, *map(len, parts))
         states = torch.full((len(nodes), width, parts[0].shape[1]), 777.0)
         predicted = torch.full((len(nodes), width), 7, dtype=torch.int32)
         for row, (part, ids) in enumerate(zip(parts, behind, strict=True)):

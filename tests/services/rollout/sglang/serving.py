@@ -21,6 +21,7 @@ DRAFTER = random_drafter(spec_of(MODEL))
 CHAIN, ARGMAX = strategy("eagle", 3), strategy("eagle", 3, sampled=False)
 STRATEGIES = [OFF, CHAIN, ARGMAX, strategy("eagle", 3, 2, 6, sampled=False), strategy("ngram", 4)]
 IDS = [s.name for s in STRATEGIES]
+SWITCHED = [OFF, strategy("eagle", 1), CHAIN, strategy("eagle", 5)]
 EPOCH = 1
 PROMPT = (1, 7, 9, 4)
 
@@ -28,12 +29,26 @@ PROMPT = (1, 7, 9, 4)
 def served(s: DraftStrategy = CHAIN, capture_bytes: int = 0, **options: object) -> tuple[RolloutService, FakeHandle]:
     """A server in its first epoch that serves version 0 of both kinds."""
     handle = FakeHandle(MODEL, s, **options)  # type: ignore[arg-type]
-    engine = SGLangEngine(handle, limits_of(MODEL, s, capture_bytes=capture_bytes), s, letters, ticking())
+    engine = SGLangEngine(handle, limits_of(MODEL, s, capture_bytes=capture_bytes), {s.depth: s}, letters, ticking())
     service = RolloutService(engine, {t.name: t for t in (OFF, s)}, ticking())
     service.open_epoch(EPOCH)
     service.load_policy(0, tensors_of(MODEL), EPOCH)
     if s.drafter == "eagle":
         service.load_drafter(0, DRAFTER, EPOCH)
+    return service, handle
+
+
+def switching(capture_bytes: int = 0, **options: object) -> tuple[RolloutService, FakeHandle]:
+    """A server whose engine draws one of SWITCHED at random every round."""
+    deepest = SWITCHED[-1]
+    handle = FakeHandle(MODEL, switching=SWITCHED, **options)  # type: ignore[arg-type]
+    limits, strategies = limits_of(MODEL, deepest, capture_bytes=capture_bytes), {s.depth: s for s in SWITCHED}
+    service = RolloutService(
+        SGLangEngine(handle, limits, strategies, letters, ticking()), {s.name: s for s in SWITCHED}, ticking()
+    )
+    service.open_epoch(EPOCH)
+    service.load_policy(0, tensors_of(MODEL), EPOCH)
+    service.load_drafter(0, DRAFTER, EPOCH)
     return service, handle
 
 

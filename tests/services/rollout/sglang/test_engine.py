@@ -318,7 +318,7 @@ def test_the_strategy_is_the_one_it_was_started_with() -> None:
     service, _ = served(CHAIN)
     service.set_strategy(CHAIN.name, EPOCH)
     service.set_strategy(None, EPOCH)
-    with pytest.raises(ConfigError, match=r"started with strategy eagle_3_1_4 and cannot change to off: start the run"):
+    with pytest.raises(ConfigError, match="with eagle_3_1_4 and cannot change to off: name it in speculation"):
         service.set_strategy("off", EPOCH)
     with pytest.raises(ConfigError, match="'eagle_9_1_10' is not configured"):
         service.set_strategy("eagle_9_1_10", EPOCH)

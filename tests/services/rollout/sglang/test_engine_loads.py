@@ -70,7 +70,7 @@ def test_row_33_a_load_aborts_nothing() -> None:
 
 
 def test_the_first_load_of_a_fresh_engine() -> None:
-    engine = SGLangEngine(FakeHandle(MODEL, CHAIN), limits_of(MODEL, CHAIN), CHAIN, letters, ticking())
+    engine = SGLangEngine(FakeHandle(MODEL, CHAIN), limits_of(MODEL, CHAIN), {3: CHAIN}, letters, ticking())
     assert engine.versions == ServedVersions(None, None)
     engine.load_policy(7, tensors_of(MODEL))
     assert engine.versions == ServedVersions(7, None)
@@ -241,5 +241,5 @@ def test_the_native_engine_has_no_memory_to_lend() -> None:
 
 def test_close_reaches_the_handle() -> None:
     handle = FakeHandle(MODEL, OFF)
-    SGLangEngine(handle, limits_of(MODEL, OFF), OFF, letters, ticking()).close()
+    SGLangEngine(handle, limits_of(MODEL, OFF), {0: OFF}, letters, ticking()).close()
     assert handle.closed

@@ -362,7 +362,9 @@ def test_close_ends_the_thread_and_the_engine(engine: Engine) -> None:
 
 def test_a_rollout_server_over_the_handle(engine: Engine, handle: SGLangHandle) -> None:
     """Adapter, handle, hooks and loader together: news in pieces, a load under way, a cut at the stop id."""
-    service = RolloutService(SGLangEngine(handle, limits_of(MODEL, CHAIN), CHAIN, letters, ticking()), {}, ticking())
+    service = RolloutService(
+        SGLangEngine(handle, limits_of(MODEL, CHAIN), {3: CHAIN}, letters, ticking()), {}, ticking()
+    )
     service.open_epoch(1)
     service.load_policy(0, POLICY, 1)
     service.load_drafter(0, DRAFTER, 1)

@@ -44,6 +44,21 @@ STATE = f"{SRT}.managers.scheduler.Scheduler.get_internal_state"
 RPC = f"{SRT}.managers.scheduler.Scheduler.handle_rpc_request"
 PREFILL = f"{SRT}.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_prefill"
 VERIFIED = f"{SRT}.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode"
+WORKER = f"{SRT}.speculative.eagle_worker_v2.EAGLEWorkerV2"
+RESULTS = f"{SRT}.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+SWITCHING = {
+    f"{SRT}.managers.scheduler.Scheduler.init_all_cuda_graphs": ["self"],
+    f"{SRT}.speculative.adaptive_runtime_state.AdaptiveController.init_states": ["self", "cuda_graph_bs"],
+    f"{SRT}.model_executor.model_runner.ModelRunner.max_decode_logits_rows": ["self"],
+    f"{WORKER}.forward_batch_generation": ["self", "batch", "on_publish", "grammar_barrier"],
+    f"{WORKER}.activate_step_by_batch": ["self", "batch_size"],
+    f"{WORKER}.on_verify_complete_cpu": ["self", "num_correct_drafts_per_req", "batch_size"],
+    f"{RESULTS}._resolve_spec_v2_tokens": ["self", "result", "batch"],
+    f"{RESULTS}.process_batch_result_decode": ["self", "batch", "result"],
+    f"{RESULTS}.process_batch_result_prefill": ["self", "batch", "result"],
+}
+SWITCHING_PAUSE = f"{SRT}.managers.scheduler.Scheduler.pause_generation"
+SWITCHING_OFF = f"{WORKER}._build_trivial_verify_input"
 TELL = f"{SRT}.managers.tokenizer_manager.TokenizerManager.convert_logprob_style"
 MODEL = tiny_model("llama", 32, 0, 2.0)
 METHOD = Eagle(spec_of(MODEL))
@@ -86,7 +101,8 @@ def test_what_is_hooked_and_how() -> None:
     around, before, after = HookType.AROUND, HookType.BEFORE, HookType.AFTER
     assert kinds == {
         LOAD_TARGET: around, LOAD_DRAFT: around, FLUSH: around, RPC: around, PREFILL: before, VERIFIED: before,
-        STATE: after, TELL: after,
+        STATE: after, TELL: after, SWITCHING_PAUSE: before, SWITCHING_OFF: after,
+        **dict.fromkeys(SWITCHING, around),
     }  # fmt: skip
 
 
@@ -347,6 +363,9 @@ def test_what_is_hooked_exists_in_sglang_with_these_arguments() -> None:
         VERIFIED: ["self", "batch", "batch_result"],
         STATE: ["self", "recv_req"],
         TELL: None,
+        SWITCHING_PAUSE: ["self", "recv_req"],
+        SWITCHING_OFF: ["self", "batch"],
+        **SWITCHING,
     }
     assert wanted.keys() == HookRegistry.hooks.keys()
     for name, arguments in wanted.items():

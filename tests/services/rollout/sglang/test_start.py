@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from services.core.errors import ConfigError, ServiceLostError, WaitTimeoutError
-from services.rollout.sglang.launch import check_plugin, start_engine
 from services.rollout.sglang.plugin import PLUGIN_GROUP, PLUGIN_NAME
+from services.rollout.sglang.start import check_plugin, start_engine
 
 ARGUMENTS = {"tp_size": 0, "model_path": "x"}  # no GPU asked for: what is tested here needs none
 

@@ -173,7 +173,7 @@ def test_a_lost_engine_is_a_lost_service() -> None:
 
 def test_states_are_kept_only_where_memory_was_set_aside() -> None:
     handle = FakeHandle(MODEL, CHAIN)
-    engine = SGLangEngine(handle, limits_of(MODEL, CHAIN, capture_bytes=ROOM), CHAIN, letters, ticking())
+    engine = SGLangEngine(handle, limits_of(MODEL, CHAIN, capture_bytes=ROOM), {3: CHAIN}, letters, ticking())
     assert handle._capture is not None
     engine.load_policy(0, tensors_of(MODEL))
     engine.load_drafter(0, DRAFTER)

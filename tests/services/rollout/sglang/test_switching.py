@@ -1,0 +1,211 @@
+"""Switching depths in SGLang's scheduler process, round by round, over stand-ins that are as particular as SGLang."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.config.load import load_config
+from services.config.schema import SGLangEngine
+from services.core.errors import ConfigError
+from services.rollout.sglang import plugin
+from services.rollout.sglang.order import switch_order
+from services.rollout.sglang.rounds import histograms, newest_depth
+from services.rollout.sglang.switching import FREE, SWITCH, Switch, force_depth, switch_of, take_spans, told_state
+from tests.services.rollout.sglang.scheduling import Request, SwitchingScheduler
+from tests.services.rollout.sglang.standins import HookRegistry, Scheduler, install
+
+SIZES = [1, 2, 3, 4, 6, 8, 12, 16]
+RANDOM = (
+    "speculation.selector={type: epsilon_greedy, epsilon: 1.0, buckets: [{strategies: [{}, "
+    + ", ".join(f"{{drafter: eagle, depth: {d}, num_draft_tokens: {d + 1}}}" for d in (1, 3, 5))
+    + "]}]}"
+)
+DEPTHS = (0, 1, 3, 5)
+
+
+@pytest.fixture(autouse=True)
+def context(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    install(monkeypatch)
+    plugin.register()
+    context = SimpleNamespace(_overrides_log=[])
+    module = ModuleType("sglang.srt.runtime_context")
+    module.get_context = lambda: context  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return context
+
+
+def order_file(folder: Path, max_nodes: int = 48, memory: int = 2**40, step: float = 1.0) -> str:
+    graphs = f"graphs: {{max_nodes: {max_nodes}, memory_bytes: {memory}, step: {step}}}"
+    overrides = (f"rollout.engine={{type: sglang, max_running: 16, {graphs}}}", "placement.mode=local", RANDOM)
+    config = load_config(overrides=overrides)
+    assert isinstance(config.rollout.engine, SGLangEngine)
+    order = switch_order(config, config.rollout.engine, 0)
+    assert order is not None
+    file = folder / f"{max_nodes}-{memory}-{step}.json"
+    file.write_text(order.text())
+    return str(file)
+
+
+def started(folder: Path, probs: bool = False, **graphs: Any) -> SwitchingScheduler:
+    scheduler = SwitchingScheduler(5, list(SIZES), order_file(folder, **graphs), probs)
+    scheduler.start()
+    return scheduler
+
+
+def requests(count: int = 6) -> list[Request]:
+    return [Request(prompt=4 + n, budget=20 + 9 * n) for n in range(count)]
+
+
+# ------------------------------------------------------------------ capturing
+
+
+def test_each_depth_has_graphs_of_its_own_width_for_its_own_batch_sizes(tmp_path: Path) -> None:
+    scheduler = started(tmp_path)
+    states = scheduler.draft_worker.adaptive_controller._states
+    assert states.keys() == set(DEPTHS)
+    for depth, state in states.items():
+        assert state.target.width == state.extend.width == depth + 1, "else the state's rounds run without the graph"
+        assert state.target.sizes == state.extend.sizes
+        assert max(state.target.sizes) == (16 if depth == 0 else min(16, 48 // (depth + 1)))
+    runner = scheduler.draft_worker.target_worker.model_runner
+    assert runner.logits_rows == max(max(s.target.sizes) * s.target.width for s in states.values())
+
+
+def test_the_arguments_are_as_they_were_afterwards(tmp_path: Path) -> None:
+    scheduler = started(tmp_path)
+    for arguments in (scheduler.server_args, scheduler.draft_worker.server_args):
+        assert arguments.cuda_graph_config.decode.bs == SIZES
+        assert (arguments.speculative_num_steps, arguments.speculative_num_draft_tokens) == (5, 6)
+
+
+def test_without_the_order_sglang_decides_for_itself(tmp_path: Path) -> None:
+    stock = tmp_path / "stock.json"
+    stock.write_text('{"1": {"candidate_steps": [1, 5]}}')
+    scheduler = SwitchingScheduler(5, list(SIZES), str(stock), False)
+    with pytest.raises(AssertionError, match="SGLang's own choice of graphs"):
+        scheduler.start()
+    assert switch_of(scheduler.draft_worker) is None and told_state(scheduler.draft_worker) == {}
+
+
+def test_an_engine_that_refused_to_switch_does_not_start(tmp_path: Path) -> None:
+    scheduler = SwitchingScheduler(5, list(SIZES), order_file(tmp_path), False, adaptive=False)
+    with pytest.raises(ConfigError, match="SGLang refused to switch depths"):
+        scheduler.start()
+
+
+def test_strategies_beyond_the_memory_are_left_out_and_never_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = [2**33]
+
+    def shrinking() -> int:
+        free[0] -= 2**28
+        return free[0]
+
+    monkeypatch.setattr("services.rollout.sglang.switching._free_bytes", shrinking)
+    scheduler = started(tmp_path, memory=2**29 + 2**28 + 2**26)
+    assert scheduler.draft_worker.adaptive_controller._states.keys() == {0, 1, 5}
+    assert "depth 3 left out" in capsys.readouterr().err
+    scheduler.run(requests())
+    assert {depth for _, depth in scheduler.launched} == {0, 1, 5}
+    with pytest.raises(ConfigError, match="depth 3 is not among the captured"):
+        force_depth(scheduler, 3)
+    graphs = told_state(scheduler.draft_worker)["graphs"]
+    assert {g["depth"]: g["bytes"] for g in graphs} == {5: 2**28, 0: 2**28, 1: 2**28}
+
+
+# ------------------------------------------------------------------ rounds
+
+
+@pytest.mark.parametrize("probs", [False, True], ids=["argmax", "sampled"])
+def test_every_round_runs_what_our_selector_chose_and_is_counted_under_it(tmp_path: Path, probs: bool) -> None:
+    """SGLang launches ahead, and its own rules want another depth at every turn."""
+    scheduler = started(tmp_path, probs=probs)
+    told = requests()
+    scheduler.run(told)
+    depths = [depth for _, depth in scheduler.launched]
+    assert set(depths) == set(DEPTHS) and len({*pairwise(depths)}) > 8
+    assert all(depth == 0 or running * (depth + 1) <= 48 for running, depth in scheduler.launched)
+    counted: Counter[int] = Counter()
+    for r in told:
+        rows = histograms(r.spec_correct_drafts_histogram)
+        counted.update({d: sum(row) for d, row in rows.items()})
+        assert newest_depth(r.spec_correct_drafts_histogram) in DEPTHS
+        emitted = 1 + sum((k + 1) * n for row in rows.values() for k, n in enumerate(row))
+        assert emitted == len(r.output_ids) >= r.budget
+    spans = json.loads(take_spans(scheduler))
+    steps: Counter[int] = Counter()
+    for span in spans:
+        steps[0 if span["strategy"] == "off" else int(span["strategy"].split("_")[1])] += span["verify_steps"]
+    assert sum(s["rounds"] for s in spans) <= len(depths)
+    assert all(counted[d] <= steps[d] for d in counted), "of the last ones, some requests had ended"
+    kept = sum(r.finished_len or 0 for r in told) - len(told)
+    assert sum(s["tokens"] for s in spans) == kept, "what lies behind a stop was not gained"
+
+
+def test_a_request_that_had_ended_is_not_counted_again(tmp_path: Path) -> None:
+    """It is still in the round that was launched before its end was read."""
+    scheduler = started(tmp_path)
+    short, long = Request(prompt=3, budget=100, stop_at=4), Request(prompt=3, budget=60)
+    scheduler.run([short, long])
+    rounds = sum(sum(row) for row in histograms(short.spec_correct_drafts_histogram).values())
+    assert rounds <= 3 and len(short.output_ids) < 4 + 6
+
+
+def test_a_forced_depth_holds_from_the_next_round_on(tmp_path: Path) -> None:
+    scheduler = started(tmp_path)
+    wanted = iter([5, 0, 3, 1, 5, 0])
+    asked: list[int] = []
+
+    def force() -> None:
+        depth = next(wanted, FREE)
+        asked.append(depth)
+        force_depth(scheduler, depth)
+
+    scheduler.run(requests(2), force)
+    assert [depth for _, depth in scheduler.launched][:6] == asked[:6]
+    assert told_state(scheduler.draft_worker)["depth"] == scheduler.launched[-1][1]
+
+
+def test_switching_leaves_no_trail(tmp_path: Path, context: SimpleNamespace) -> None:
+    """SGLang would keep every switch of a run in a list, and read all of it whenever it is asked for its state."""
+    scheduler = started(tmp_path)
+    context._overrides_log = scheduler.draft_worker.overrides
+    kept = ("load", {"x": 1})
+    context._overrides_log.append(kept)
+    scheduler.run(requests())
+    assert scheduler.draft_worker.overrides == [kept]
+
+
+def test_the_other_ranks_do_what_the_first_one_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = started(tmp_path)
+    monkeypatch.setattr(Switch, "agreed", lambda self, value: 3)
+    scheduler.draft_worker.ps = SimpleNamespace(tp_rank=1, tp_size=2)
+    switch = switch_of(scheduler.draft_worker)
+    assert switch is not None
+    follower = Switch(switch.order, scheduler.draft_worker, SIZES)
+    follower.captured.update(switch.captured)
+    setattr(scheduler.draft_worker, SWITCH, follower)
+    told = requests(3)
+    scheduler.run(told)
+    assert {depth for _, depth in scheduler.launched} == {3}
+    assert all(histograms(r.spec_correct_drafts_histogram).keys() == {3} for r in told)
+    assert json.loads(take_spans(scheduler)) == [], "the first rank tells"
+
+
+def test_a_pause_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, held = started(tmp_path), []
+    switch = switch_of(scheduler.draft_worker)
+    assert switch is not None
+    monkeypatch.setattr(switch.decider, "hold", held.append)
+    pause = HookRegistry.hooked("sglang.srt.managers.scheduler.Scheduler.pause_generation", lambda s, request: "paused")
+    assert pause(scheduler, object()) == "paused" and len(held) == 1
+    assert pause(Scheduler(draft_worker=None), object()) == "paused", "an engine without speculation pauses too"
