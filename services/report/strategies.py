@@ -152,8 +152,10 @@ def _who_ran_when(rows: Sequence[BucketUse]) -> str:
     for name, group in groupby(rows, key=lambda row: row.top):
         same = list(group)
         share = sum(r.rounds * r.share[name] for r in same) / sum(r.rounds for r in same)
-        parts.append(f"with {_range(same)} it was {name} in {percent(share)} of them")
-    return f"Rounds by requests running at a server: {', '.join(parts)}."
+        who = " requests running at a server" if not parts else ""
+        parts.append(f"with {_range(same)}{who}, {name} ran ({percent(share)} of the rounds)")
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _why(reasons: Mapping[str, float]) -> str:
