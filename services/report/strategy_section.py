@@ -53,14 +53,10 @@ _CAPTION = "Share of the rounds with so many running requests at a server, train
 
 def _bucket_table(spans: Sequence[StrategySpan]) -> Table:
     uses = by_strategy(spans)
-    rows = [
-        [
-            row.name,
-            fmt(row.rounds, 0),
-            *(percent(row.share[u.strategy]) if u.strategy in row.share else "" for u in uses),
-        ]
-        for row in by_bucket(spans)
-    ]
+    rows = []
+    for row in by_bucket(spans):
+        shares = [percent(row.share[u.strategy]) if u.strategy in row.share else "" for u in uses]
+        rows.append([row.name, fmt(row.rounds, 0), *shares])
     rows.append(["all", fmt(sum(u.rounds for u in uses), 0), *(percent(u.share) for u in uses)])
     rows.append(["tokens per verify step", "", *(fmt(u.acceptance_length) for u in uses)])
     rows.append(["times the speed of OFF", "", *(fmt(u.gain) for u in uses)])

@@ -35,7 +35,7 @@ def span(at: float, strategy: str = "off", running: int = 2, rounds: int = 10, *
     made = StrategySpan(
         at, at + 1.0, strategy, "why", rounds, 1.0, rounds * running, rounds * running, running, running
     )
-    return replace(made, slot="slot 0", label="step 1", **changes)  # type: ignore[arg-type]
+    return replace(made, **{"slot": "slot 0", "label": "step 1", **changes})  # type: ignore[arg-type]
 
 
 drawn = st.lists(
@@ -96,7 +96,7 @@ def test_bars_of_folded_spans_are_as_long_as_their_rounds_took() -> None:
     alone = span(12.0, "off", end_s=14.0, rounds_s=1.5)
     found = {(s.strategy, start, end) for start, end, s in bars([*folded, alone])}
     assert found == {("chain", 0.0, 9.0), ("tree", 0.5, 1.0), ("off", 12.0, 14.0)}
-    assert [s.strategy for _, _, s in bars([*folded, alone])][0] == "chain", "the long one lies below"
+    assert next(s.strategy for _, _, s in bars([*folded, alone])) == "chain", "the long one lies below"
     curve = running_curve([*folded, alone])
     assert curve == [(0.0, 2.0), (10.0, 2.0), (12.0, 2.0), (14.0, 2.0)], "one line, not back and forth"
 
