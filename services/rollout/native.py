@@ -27,6 +27,7 @@ from services.rollout.rows import Rows, tail_mask, tail_table
 from services.rollout.stops import emit, response_text
 from services.rollout.stopwatch import Stopwatch
 from services.speculation.drafting import Draft
+from services.speculation.gain import Predicts
 from services.speculation.round import Choice, RoundOutcome, RoundView
 from services.speculation.selector import Selector
 from services.speculation.strategy import OFF, DraftStrategy
@@ -186,6 +187,10 @@ class NativeEngine:
         """Use one strategy from the next round on; None gives the choice back to the selector."""
         assert strategy is None or strategy.num_draft_tokens <= self._options.max_nodes
         self._forced = strategy
+
+    @property
+    def models(self) -> Predicts | None:
+        return self._selector if isinstance(self._selector, Predicts) else None
 
     def take_spans(self) -> tuple[StrategySpan, ...]:
         return self._choices.take()

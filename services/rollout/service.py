@@ -12,6 +12,7 @@ from torch import Tensor
 from services.config.schema import ClusterConfig
 from services.config.schema import NativeEngine as NativeEngineConfig
 from services.core.errors import ConfigError, StaleEpochError
+from services.core.gain import ExpectedGain, Workload
 from services.core.protocols import Clock
 from services.core.types import (
     GroupWork,
@@ -32,6 +33,8 @@ from services.rollout.engine import RolloutEngine
 from services.rollout.native import EngineOptions, NativeEngine
 from services.rollout.sglang.build import build_sglang_engine
 from services.rollout.sglang.engine import SGLangEngine
+from services.speculation.cost_table import NETWORK
+from services.speculation.gain import predict
 from services.speculation.selector import make_selector
 from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 from services.speculation.suffix_index import SuffixIndex
@@ -158,6 +161,16 @@ class RolloutService:
         if not isinstance(self._engine, SGLangEngine):
             raise ConfigError("the native engine keeps no hidden states: set drafter.states: policy")
         return self._engine.take_states(step)
+
+    def predict_gain(self, work: Workload) -> ExpectedGain | None:
+        """What drafting is expected to gain on this work; None when the selector decides without models of costs and
+        acceptance."""
+        models = self._engine.models
+        if models is None:
+            return None
+        ready = self._engine.versions.drafter is not None
+        able = [s for s in self._strategies.values() if ready or s.drafter not in NETWORK]
+        return predict(work, able, models.costs, models.acceptance).gain
 
     def _check(self, epoch: int) -> None:
         if epoch != self._epoch:

@@ -33,6 +33,7 @@ from services.rollout.sglang.acceptance import acceptance_stats
 from services.rollout.sglang.handle import EngineHandle, Kind, Update
 from services.rollout.sglang.states import assemble
 from services.rollout.stops import Emission, emit, response_text
+from services.speculation.gain import Predicts
 from services.speculation.strategy import DraftStrategy
 from services.weights.parts import Incoming
 
@@ -139,6 +140,10 @@ class SGLangEngine:
     @property
     def last_strategy(self) -> DraftStrategy:
         return self._strategy
+
+    @property
+    def models(self) -> Predicts | None:
+        return None
 
     def take_spans(self) -> tuple[StrategySpan, ...]:
         """None: SGLang tells nothing of its rounds."""
