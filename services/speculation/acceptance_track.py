@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-PRIOR_MEAN, PRIOR_WEIGHT = 0.5, 2.0  # of a position that nothing is known about
+PRIOR_MEAN, PRIOR_WEIGHT = 0.6, 2.0  # of a position that nothing is known about
 NEXT_POSITION = 0.95  # conditional acceptance falls slowly along a draft (fig. 16 of the TLT paper: 0.96 -> 0.7)
 WINDOW_TRIES, WINDOW_ROUNDS = 1000.0, 400.0  # what is remembered, whichever ends first
-IDLE_ROUNDS = 4000.0  # and how long without a round of its own
+WANDERS = 20_000.0  # without a round of its own, what n rounds ago was known is worth this / n tries at most
 _QUICK_TRIES, _QUICK_ROUNDS = 96.0, 24.0
 _JUMP = 4.0  # standard deviations between the quick and the long window that are no chance
 _DOUBT = 3.0  # tries that are left of a position's memory when its drafter changed
@@ -35,6 +35,12 @@ class Counts:
             self.accepted[k] += a
             self.opportunities[k] += o
 
+    def fade(self, wandered: float) -> None:
+        """The rates took a random walk unseen: n tries are worth 1 / (1/n + wandered)."""
+        for k, seen in enumerate(self.opportunities):
+            self.accepted[k] /= 1 + seen * wandered
+            self.opportunities[k] /= 1 + seen * wandered
+
     def shrink(self, most: float) -> None:
         """Keep the rates, remember at most `most` opportunities of each position."""
         for k, seen in enumerate(self.opportunities):
@@ -53,7 +59,8 @@ class Track:
     def observe(self, accepted: Sequence[float], opportunities: Sequence[float], now: int) -> None:
         """`now`: number of the round, of all kinds."""
         tries = opportunities[0]
-        self._idle(now)
+        self._long.fade(max(0, now - self._round - 1) / WANDERS)
+        self._round = now
         self._long.add(accepted, opportunities, math.exp(-tries / WINDOW_TRIES - 1 / WINDOW_ROUNDS))
         self._quick.add(accepted, opportunities, math.exp(-tries / _QUICK_TRIES - 1 / _QUICK_ROUNDS))
         if abs(self._surprise()) > _JUMP:
@@ -81,11 +88,12 @@ class Track:
     ) -> tuple[list[float], list[float]]:
         """Means and standard deviations by position: Beta posteriors. `prior`: the rates to start from, with `weight`
         tries; or the number of positions, each of which then starts from the one before."""
-        keep, before = math.exp(-max(0, now - self._round) / IDLE_ROUNDS), PRIOR_MEAN / NEXT_POSITION
+        idle, before = max(0, now - self._round), PRIOR_MEAN / NEXT_POSITION
         means, deviations = list[float](), list[float]()
         for k in range(prior if isinstance(prior, int) else len(prior)):
-            seen = keep * self._long.opportunities[k] if k < len(self._long.opportunities) else 0.0
-            hits = keep * self._long.accepted[k] if k < len(self._long.accepted) else 0.0
+            seen = self._long.opportunities[k] if k < len(self._long.opportunities) else 0.0
+            keep = 1 / (1 + seen * idle / WANDERS)
+            seen, hits = (keep * seen, keep * self._long.accepted[k]) if seen else (0.0, 0.0)
             guess = before * NEXT_POSITION if isinstance(prior, int) else prior[k]
             mean = (hits + weight * guess) / (seen + weight)
             means.append(mean)
@@ -93,17 +101,12 @@ class Track:
             before = mean
         return means, deviations
 
-    def _idle(self, now: int) -> None:
-        keep = math.exp(-max(0, now - self._round - 1) / IDLE_ROUNDS)
-        self._long.add((), (), keep)
-        self._round = now
-
     def _surprise(self) -> float:
         """By how many standard deviations the quick window's accepted drafts differ from what the long one says."""
         expected, variance, found = 0.0, 0.0, 0.0
         for k, tries in enumerate(self._quick.opportunities):
             rest = self._long.opportunities[k] - tries
-            if rest < 2 * tries:
+            if tries <= 0 or rest < 2 * tries:
                 continue
             rate = (self._long.accepted[k] - self._quick.accepted[k] + 0.5) / (rest + 1)
             expected, found = expected + rate * tries, found + self._quick.accepted[k]

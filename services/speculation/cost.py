@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.speculation.cost_table import CostPoint, CostTable
+from services.speculation.cost_table import CostLine, CostPoint, CostTable
 from services.speculation.round import RoundOutcome, RoundView, StageSeconds
 from services.speculation.strategy import DraftStrategy
 
@@ -48,6 +48,7 @@ class CostModel:
         """Without a table: `CostTable.typical()`, of whose scale nothing is believed."""
         self._shared = _SHARED if table else 1.0
         self.table = table or CostTable.typical()
+        self._lines: dict[tuple[DraftStrategy, int], CostLine] = {}  # the table's, by strategy and running requests
         self._buckets: dict[tuple[str, int], _Factor] = {}
         self._strategies: dict[str, _Factor] = {}
         self._common = _Factor(0.0)
@@ -67,7 +68,7 @@ class CostModel:
 
     def seconds(self, strategy: DraftStrategy, view: RoundView) -> StageSeconds:
         """Expected wall seconds of a round with `strategy`, stage by stage."""
-        base, factor = self.table.seconds(strategy, view), math.exp(self._log_factor(strategy.name, view.running))
+        base, factor = self._base(strategy, view), math.exp(self._log_factor(strategy.name, view.running))
         extend = base.extend * math.exp(self._extend.mean + self._common_part())
         return StageSeconds(extend, base.draft * factor, base.verify * factor, base.rest * factor)
 
@@ -85,7 +86,7 @@ class CostModel:
     def observe(self, outcome: RoundOutcome) -> None:
         """Correct by a round. An extend stage that was timed apart corrects the price of catching up, the other stages
         the strategy's factor."""
-        base, measured = self.table.seconds(outcome.strategy, outcome.view), outcome.seconds
+        base, measured = self._base(outcome.strategy, outcome.view), outcome.seconds
         timed_apart = measured.extend > 0 and base.extend > 0
         predicted, took = base.total, measured.total
         if timed_apart:
@@ -95,6 +96,12 @@ class CostModel:
         if min(predicted, took) <= 0:  # a clock too coarse for the round
             return
         self._learn(outcome.strategy.name, outcome.view.running, math.log(took / predicted))
+
+    def _base(self, strategy: DraftStrategy, view: RoundView) -> StageSeconds:
+        key = (strategy, view.running)
+        if key not in self._lines:
+            self._lines[key] = self.table.line(*key)
+        return self._lines[key].at(view)
 
     def _learn(self, name: str, running: int, value: float) -> None:
         key, expected = (name, batch_bucket(running)), self._log_factor(name, running)

@@ -43,6 +43,24 @@ class CostPoint:
         return self.seconds if isinstance(self.seconds, float) else self.seconds.total
 
 
+@dataclass(frozen=True, slots=True)
+class CostLine:
+    """Seconds at no context, per context token, and of extending per token behind."""
+
+    base: StageSeconds
+    context: StageSeconds
+    behind: float
+
+    def at(self, view: RoundView) -> StageSeconds:
+        base, slope, context = self.base, self.context, view.context_tokens
+        return StageSeconds(
+            base.extend + slope.extend * context + self.behind * view.behind_tokens,
+            base.draft + slope.draft * context,
+            base.verify + slope.verify * context,
+            base.rest + slope.rest * context,
+        )
+
+
 @dataclass(frozen=True)
 class CostTable:
     """`terms`: seconds by "stage/term"; `knots`: where the broken line over running x nodes may bend, from 0 up; beyond
@@ -53,10 +71,24 @@ class CostTable:
     spread: float
 
     def seconds(self, strategy: DraftStrategy, view: RoundView) -> StageSeconds:
+        return self.line(strategy, view.running).at(view)
+
+    def line(self, strategy: DraftStrategy, running: int) -> CostLine:
+        """The costs at one batch size: a line in the context and in what the drafter has to catch up with."""
+        nothing = self._stages(strategy, running, 0, 0)
+        context = self._stages(strategy, running, 1, 0)
+        behind = self._stages(strategy, running, 0, 1)
+        return CostLine(
+            StageSeconds(**nothing),
+            StageSeconds(**{stage: value - nothing[stage] for stage, value in context.items()}),
+            behind["extend"] - nothing["extend"],
+        )
+
+    def _stages(self, strategy: DraftStrategy, running: int, context: int, behind: int) -> dict[str, float]:
         stages = {"extend": 0.0, "draft": 0.0, "verify": 0.0, "rest": 0.0}
-        for name, amount in quantities(strategy, view, self.knots).items():
+        for name, amount in quantities(strategy, running, context, behind, self.knots).items():
             stages[name.partition("/")[0]] += self.terms.get(name, 0.0) * amount
-        return StageSeconds(**stages)
+        return stages
 
     @classmethod
     def fit(cls, points: Sequence[CostPoint]) -> CostTable:
@@ -98,9 +130,11 @@ class CostTable:
             raise DataError("not a cost table of this version: measure again with `longtail bench costs`") from error
 
 
-def quantities(strategy: DraftStrategy, view: RoundView, knots: Sequence[float]) -> dict[str, float]:
-    """How much of each term a round needs."""
-    running, context, nodes = view.running, view.context_tokens, strategy.num_draft_tokens
+def quantities(
+    strategy: DraftStrategy, running: int, context: int, behind: int, knots: Sequence[float]
+) -> dict[str, float]:
+    """How much of each term a round needs; `context` and `behind` in tokens of all requests."""
+    nodes = strategy.num_draft_tokens
     found: dict[str, float] = {
         "verify/pass": 1.0, "verify/read": context, "verify/read_by_nodes": context * nodes,
         "rest/round": 1.0, "rest/rows": running, "rest/nodes": running * nodes,
@@ -110,12 +144,17 @@ def quantities(strategy: DraftStrategy, view: RoundView, knots: Sequence[float])
         found[f"verify/nodes>{start:g}"] = min(max(total - start, 0.0), end - start)
     if strategy.drafter in NETWORK:
         drafted = running * (nodes - 1)
-        found |= {"extend/pass": 1.0, "extend/tokens": view.behind_tokens, "extend/read": context}
+        found |= {"extend/pass": 1.0, "extend/tokens": behind, "extend/read": context}
         found |= {"draft/pass": strategy.depth, "draft/nodes": drafted, "draft/read": strategy.depth * context}
         found["draft/sampled"] = drafted if strategy.sampled else 0.0
     if strategy.drafter in LOOK_UP:
         found |= {"draft/look_up": 1.0, "draft/looked_up": running * strategy.depth}
     return found
+
+
+def _needs(point: CostPoint, knots: Sequence[float]) -> dict[str, float]:
+    view = point.view
+    return quantities(point.strategy, view.running, view.context_tokens, view.behind_tokens, knots)
 
 
 def _knots(sizes: Sequence[int]) -> tuple[float, ...]:
@@ -132,7 +171,7 @@ def _equations(
     A sum cannot tell `rest` from `verify`, whose terms go along: it is all laid on the latter."""
     equations: list[tuple[dict[str, float], float]] = []
     for point in points:
-        needed, total = quantities(point.strategy, point.view, knots), point.total
+        needed, total = _needs(point, knots), point.total
         scaled = {name: amount / total for name, amount in needed.items()}
         if isinstance(point.seconds, float):
             equations.append(({name: amount for name, amount in scaled.items() if not name.startswith("rest/")}, 1.0))

@@ -37,8 +37,8 @@ class TreeRates:
 
 
 @lru_cache(maxsize=4096)
-def tree_rates(shape: TreeShape, chain: tuple[float, ...]) -> TreeRates:
-    """The child of rank r at position k is accepted with chain[k] * RANK_DECAY^r once those before it were refused."""
+def tree_rates(shape: TreeShape, chain: tuple[float, ...], rank_decay: float = RANK_DECAY) -> TreeRates:
+    """The child of rank r at position k is accepted with chain[k] * rank_decay^r once those before it were refused."""
     reach, first = [0.0] * shape.num_nodes, [0.0] * shape.depth
     at, inner = [0.0] * (shape.depth + 1), [0.0] * shape.depth
     reach[0] = 1.0
@@ -49,7 +49,7 @@ def tree_rates(shape: TreeShape, chain: tuple[float, ...]) -> TreeRates:
             inner[depth] += reach[node]
             first[depth] += reach[node] * chain[depth]
         for rank, child in enumerate(children):
-            reach[child] = left * chain[depth] * RANK_DECAY**rank
+            reach[child] = left * chain[depth] * rank_decay**rank
             left -= reach[child]
     return TreeRates(
         tuple(at[k + 1] / at[k] if at[k] else 0.0 for k in range(shape.depth)),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_SWEEPS = 4000
-_ENOUGH = 1e-10  # relative movement of a sweep below which the answer stands still
+_SWEEPS = 2000
+_ENOUGH = 1e-7  # relative movement of a sweep below which the answer stands still
 _RIDGE = 1e-6  # of a column's own square: decides between columns that the rows cannot tell apart
 
 
