@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayT
 from services.core.checkpoints import CheckpointNote
 from services.core.control import refuse_tensors
 from services.core.errors import BlobLostError, LongtailError, ServiceLostError, WaitTimeoutError
+from services.core.gain import Workload
 from services.core.protocols import Blob, Pending
 from services.core.types import GroupWork, HiddenStateChunk, Prompt, Rollout, TrainBatch
 from services.weights.rendezvous import Invitation, Offer
@@ -138,6 +139,9 @@ class RayRolloutClient(_Client):
 
     def take_states(self, step: int, epoch: int) -> tuple[Pending[HiddenStateChunk], Blob]:
         return self._with_blob("take_states", step, epoch)
+
+    def predict_gain(self, work: Workload) -> RayCall:
+        return self._control("predict_gain", work)
 
 
 class RayDrafterClient(_Client):

@@ -11,6 +11,7 @@ import ray
 from actors.clients import RayWaiter, ask_for_transfer
 from actors.energy import GpuSeat, own_seat
 from services.config.schema import ClusterConfig
+from services.core.gain import ExpectedGain, Workload
 from services.core.types import (
     GroupWork,
     HiddenStateChunk,
@@ -60,6 +61,9 @@ class RolloutActor:
 
     def take_states(self, step: int, epoch: int) -> tuple[HiddenStateChunk, list[HiddenStates]]:
         return self._service.take_states(step, epoch)
+
+    def predict_gain(self, work: Workload) -> ExpectedGain | None:
+        return self._service.predict_gain(work)
 
     def switch_memory(self, release: bool, epoch: int) -> MemorySwitch:
         return self._service.switch_memory(release, epoch)

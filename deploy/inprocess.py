@@ -13,6 +13,7 @@ from typing import Any
 from services.core.checkpoints import CheckpointNote
 from services.core.control import refuse_tensors
 from services.core.errors import LongtailError, ServiceLostError
+from services.core.gain import Workload
 from services.core.protocols import Blob, Clock, Pending
 from services.core.types import GroupWork, HiddenStateChunk, Prompt, Rollout, TrainBatch
 
@@ -182,6 +183,9 @@ class LocalRolloutClient(_Client):
     def take_states(self, step: int, epoch: int) -> tuple[Pending[HiddenStateChunk], Blob]:
         call = self._service.call("take_states", step, epoch)
         return _Part(call, 0), Blob(_Part(call, 1))
+
+    def predict_gain(self, work: Workload) -> LocalCall:
+        return self._control("predict_gain", work)
 
 
 class LocalDrafterClient(_Client):

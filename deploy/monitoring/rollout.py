@@ -66,6 +66,12 @@ SPECULATION = RowSpec(
               "{{bucket}} running", "percentunit"),
         lines("Drafter version served", "By server; acceptance changes where it moves.",
               pick("served_version", weights="drafter"), "{{slot}}"),
+        stacked("Rounds by strategy", "Rounds per second by what was chosen for them; longtail explain says why.",
+                rate("strategy_rounds_total", by="slot, strategy"), "{{slot}}: {{strategy}}", width=12),
+        PanelSpec("Gain over plain decoding", "How many times as long a step's rounds would have taken with OFF: "
+                  "predicted before the step from the lengths of the one before, and as it came out. Only a selector "
+                  "that predicts times tells it.",
+                  (Query(pick("predicted_gain"), "predicted"), Query(pick("achieved_gain"), "achieved")), width=12),
     ),
 )  # fmt: skip
 

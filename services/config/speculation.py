@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from services.config.section import Section
 
@@ -47,22 +47,90 @@ class Bucket(Section):
     strategies: tuple[StrategyConfig, ...] = Field(min_length=1)
 
 
-class EpsilonGreedySelector(Section):
-    type: Literal["epsilon_greedy"] = "epsilon_greedy"
+class BucketSelector(Section):
+    """The reference's bucketed epsilon-greedy (TLT, BEG-MAB) with its constants."""
+
+    type: Literal["beg_mab"] = "beg_mab"
     epsilon: float = Field(0.1, ge=0, le=1)
-    window: int = Field(64, ge=1)
+    window: int = Field(300, ge=1)
     buckets: tuple[Bucket, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _ordered(self) -> EpsilonGreedySelector:
-        starts = [b.min_running for b in self.buckets]
-        if starts != sorted(set(starts)) or starts[0] != 1:
-            raise ValueError("buckets must start at min_running 1 and grow strictly")
+    def _ordered(self) -> BucketSelector:
+        _check_starts("buckets", [b.min_running for b in self.buckets])
         return self
 
 
+class DepthSlot(Section):
+    """Candidate depths of a chain, 0 being off, while at least `min_running` requests run."""
+
+    min_running: int = Field(1, ge=1)
+    depths: tuple[NonNegativeInt, ...] = Field(min_length=1)
+    up_hysteresis: float = 0.0
+    down_hysteresis: float = 0.0
+
+
+_EMA_SLOTS = (
+    DepthSlot(min_running=1, depths=(1, 3, 7), down_hysteresis=-0.25),
+    DepthSlot(min_running=8, depths=(0, 1, 3)),
+    DepthSlot(min_running=32, depths=(0, 1)),
+    DepthSlot(min_running=64, depths=(0,)),
+)
+
+
+class EmaSelector(Section):
+    """SGLang's adaptive rule with its defaults: a moving mean of accepted drafts moves the depth of an EAGLE chain."""
+
+    type: Literal["ema"] = "ema"
+    slots: tuple[DepthSlot, ...] = Field(_EMA_SLOTS, min_length=1)
+    alpha: float = Field(0.2, gt=0, le=1)
+    update_interval: int = Field(5, ge=1)
+    warmup_rounds: int = Field(10, ge=0)
+    sampled: bool = True
+
+    @model_validator(mode="after")
+    def _ordered(self) -> EmaSelector:
+        _check_starts("slots", [s.min_running for s in self.slots])
+        return self
+
+    @property
+    def strategies(self) -> tuple[StrategyConfig, ...]:
+        depths = sorted({d for s in self.slots for d in s.depths})
+        return tuple(StrategyConfig() if d == 0 else eagle_chain(d, self.sampled) for d in depths)
+
+
+def eagle_chain(depth: int, sampled: bool = True) -> StrategyConfig:
+    return StrategyConfig(drafter="eagle", depth=depth, num_draft_tokens=depth + 1, sampled=sampled)
+
+
+class AdaptiveSelector(Section):
+    """Expected tokens through expected seconds, measured; OFF is always among the strategies."""
+
+    type: Literal["adaptive"] = "adaptive"
+    strategies: tuple[StrategyConfig, ...] = Field(min_length=1)
+    check_share: float = Field(0.01, ge=0, le=0.5)  # of the time, for rounds that check what might be better
+    margin: float = Field(0.015, ge=0, le=1)  # by how much another strategy must be better to be switched to
+    calibrate_s: float = Field(
+        2.0, ge=0
+    )  # at a server's start, to time its own stages; 0: rounds alone teach the costs
+
+    @model_validator(mode="after")
+    def _distinct(self) -> AdaptiveSelector:
+        if len(set(self.strategies)) != len(self.strategies):
+            raise ValueError("a strategy is listed twice: leave one of them out")
+        return self
+
+
+def _check_starts(what: str, starts: list[int]) -> None:
+    if starts != sorted(set(starts)) or starts[0] != 1:
+        raise ValueError(f"{what} must start at min_running 1 and grow strictly")
+
+
+AnySelector = Annotated[FixedSelector | AdaptiveSelector | BucketSelector | EmaSelector, Field(discriminator="type")]
+
+
 class SpeculationConfig(Section):
-    selector: Annotated[FixedSelector | EpsilonGreedySelector, Field(discriminator="type")] = FixedSelector()
+    selector: AnySelector = FixedSelector()
     acceptance: Literal["exact", "threshold"] = "exact"
     accept_threshold: float = Field(1.0, gt=0, le=1)
     allow_lossy: bool = False
@@ -70,6 +138,12 @@ class SpeculationConfig(Section):
 
     @property
     def strategies(self) -> tuple[StrategyConfig, ...]:
-        if isinstance(self.selector, FixedSelector):
-            return (self.selector.strategy,)
+        """What the selector may choose."""
+        match self.selector:
+            case FixedSelector(strategy=strategy):
+                return (strategy,)
+            case AdaptiveSelector(strategies=strategies):
+                return tuple(dict.fromkeys((StrategyConfig(), *strategies)))
+            case EmaSelector():
+                return self.selector.strategies
         return tuple(s for b in self.selector.buckets for s in b.strategies)

@@ -9,6 +9,7 @@ from services.config.schema import ClusterConfig
 from services.coordinator.calls import Calls
 from services.coordinator.drafting import Drafting
 from services.coordinator.fleet import Fleet
+from services.coordinator.forecast import Forecast
 from services.coordinator.leases import LeaseBook
 from services.coordinator.progress import ProgressBoard
 from services.coordinator.rollout_phase import RolloutPhase
@@ -17,7 +18,7 @@ from services.coordinator.tail_moves import TailMoves
 from services.coordinator.telemetry.facts import Telemetry
 from services.coordinator.trainers import Trainers
 from services.core.protocols import Blob, Clock
-from services.core.types import RunEvent
+from services.core.types import RunEvent, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +80,8 @@ def make_phase(parts: Parts, drafting: Drafting, board: ProgressBoard, strategie
         strategies=strategies,
         tell=parts.tell,
     )
+
+
+def make_forecast(parts: Parts, sampling: SamplingParams) -> Forecast:
+    capacity, timeout_s = parts.config.rollout.engine.max_running, parts.config.coordinator.call_timeout_s
+    return Forecast(parts.fleet.servers, parts.calls, capacity, sampling, timeout_s)

@@ -15,7 +15,7 @@ from services.config.naming import strategy_name
 from services.config.schema import ClusterConfig
 from services.coordinator import loop
 from services.coordinator.alarms import useless_drafter
-from services.coordinator.assembly import Parts, make_drafting, make_phase
+from services.coordinator.assembly import Parts, make_drafting, make_forecast, make_phase
 from services.coordinator.calls import Calls
 from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.comparison import OFF, compare
@@ -55,6 +55,7 @@ from services.core.types import (
     SamplingParams,
     SlotLease,
     SlotSpan,
+    SlotState,
     TrainBatch,
 )
 
@@ -104,6 +105,7 @@ class Coordinator:
         )
         self._worth = Worth(config.drafter.training)
         self._phase = make_phase(parts, self._drafting, self._board, self._strategies)
+        self._forecast = make_forecast(parts, inputs.sampling)
         self._scoring = Scoring(services.reward, self._calls, clock, self._patience, self._tell)
         self.checkpoints = Checkpoints(
             services.policy, inputs.train, parts, self._drafting, self._releases, self._patience
@@ -185,7 +187,7 @@ class Coordinator:
         rollout = self._config.rollout
         label, sampling, seed = f"step{step:05d}", self._inputs.sampling, self._config.run.seed
         works = make_work(prompts, label, rollout.group_size, sampling, seed, self._engine_states)
-        self._facts = StepFacts()
+        self._facts = StepFacts(predicted_gain=self._forecast.gain)
         self._drafting.progress = []
         self._timeline.enter(f"step {step}")
         self._metering.begin()
@@ -211,6 +213,7 @@ class Coordinator:
         with self._timed("reward"), self._timeline.span("reward", "reward"):
             groups = self._scoring.collect()
         self._facts.groups = groups
+        self._forecast.ask(groups, [i for i in range(len(self._leases)) if self._leases.state(i) is not SlotState.LOST])
         self._board.reward_mean = group_stats(groups).reward_mean
         return groups
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NewType, Protocol, TypeVar
 
 from services.core.checkpoints import CheckpointNote
+from services.core.gain import ExpectedGain, Workload
 from services.core.types import (
     AcceptanceEstimate,
     DrafterProgress,
@@ -78,6 +79,10 @@ class RolloutClient(Protocol):
     def take_states(self, step: int, epoch: int) -> tuple[Pending[HiddenStateChunk], Blob]:
         """The hidden states kept since the last call, of the rollouts whose work asked for it; the server forgets them.
         ConfigError from an engine that keeps none."""
+
+    def predict_gain(self, work: Workload) -> Pending[ExpectedGain | None]:
+        """What drafting is expected to gain on these rollouts, by what the server knows of costs and acceptance; None
+        when its selector decides without such models. Needs no lease."""
 
     def process_id(self) -> Pending[int]: ...
 

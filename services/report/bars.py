@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from services.report.figure import HALF, Figure, table
 from services.report.records import Row, number
 from services.report.run_data import RunData
+from services.report.strategy_section import strategy_totals
 from services.report.svg import Frame, both_sizes, fmt, path_of
 
 _MAX_BARS = 90
@@ -100,13 +101,10 @@ def phase_figure(run: RunData) -> Figure:
 def strategy_figure(run: RunData) -> Figure:
     """Share of verify and plain decode steps per strategy."""
     title = "Strategies in use"
-    totals: dict[str, float] = {}
-    for row in run.steps:
-        for name, count in (row.get("steps_by_strategy") or {}).items():
-            totals[name] = totals.get(name, 0.0) + count
+    totals = strategy_totals(run)
     if not sum(totals.values()):
         return Figure("strategies", title, "", "")
-    ranked = sorted(totals, key=lambda n: -totals[n])
+    ranked = list(totals)
     drafting = [n for n in ranked if n != "off"]
     shown, rest = drafting[:5], drafting[5:]
     bins = _binned(run.steps, _MAX_BARS)

@@ -12,6 +12,7 @@ from services.report.lengths import length_figure
 from services.report.lines import acceptance_figure, reward_figure
 from services.report.records import number
 from services.report.run_data import RunData
+from services.report.strategy_section import strategy_section
 from services.report.style import STYLE
 from services.report.svg import esc, fmt, fmt_seconds
 from services.report.timeline import timeline_figures
@@ -162,6 +163,7 @@ def render_html(run: RunData) -> str:
         f"{_header(run, findings(run))}"
         f'<section aria-label="Slots"><h2>Who used which slot, and when</h2><div class="grid">{slots}</div></section>'
         f'<section aria-label="Measurements"><h2>What was measured</h2><div class="grid">{charts}</div></section>'
+        f"{strategy_section(run)}"
         f"{energy_section(run)}"
         f'<section aria-label="Events"><h2>Events</h2><div class="card">{_events(run)}</div></section>'
         f'<section aria-label="Warnings"><h2>Warnings</h2><div class="card">{_warnings(run)}</div></section>'

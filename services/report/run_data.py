@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.core.types import RunEvent, SlotSpan
+from services.core.types import RunEvent, SlotSpan, StrategySpan
 from services.report.records import Row, number, read_json, read_lines
 from services.report.rollouts_file import read_columns
+from services.report.strategies import spans_of_rows
 from services.report.trace import disjoint
 
 
@@ -47,6 +48,7 @@ class RunData:
     events: tuple[RunEvent, ...]
     tails: tuple[StepTail, ...]
     notes: tuple[str, ...] = field(default=())
+    strategies: tuple[StrategySpan, ...] = ()
 
     @property
     def status(self) -> str:
@@ -107,10 +109,11 @@ def load_run(run_dir: Path) -> RunData:
     metrics, bad_metrics = read_lines(run_dir / "metrics.jsonl")
     span_rows, bad_spans = read_lines(run_dir / "spans.jsonl")
     event_rows, bad_events = read_lines(run_dir / "events.jsonl")
+    strategy_rows, bad_strategies = read_lines(run_dir / "strategies.jsonl")
     spans, cut_s = disjoint(_spans(span_rows))
     steps = tuple(r for r in metrics if r.get("kind") == "step")
     notes = _not_finite(steps)
-    if bad := bad_metrics + bad_spans + bad_events:
+    if bad := bad_metrics + bad_spans + bad_events + bad_strategies:
         notes.append(f"{bad} unreadable line(s) in the run folder were left out")
     if cut_s > 0.05:
         notes.append(f"slot spans overlapped by {cut_s:.2f} s in all; the overlap went to the earlier span")
@@ -128,4 +131,5 @@ def load_run(run_dir: Path) -> RunData:
         events=tuple(_events(event_rows)),
         tails=tuple(t for t in tails if t is not None),
         notes=tuple(notes),
+        strategies=tuple(spans_of_rows(strategy_rows)),
     )

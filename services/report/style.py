@@ -76,7 +76,8 @@ path.c-idle{stroke:var(--c3)}circle.c-idle{fill:var(--c3)}path.c-draft{stroke:va
 .bar{fill:var(--bar);background:var(--bar)}.tail{fill:var(--tail);background:var(--tail)}
 .s0{fill:var(--rollout);background:var(--rollout)}.s1{fill:var(--s1);background:var(--s1)}.s2{fill:var(--s2);background:var(--s2)}
 .s3{fill:var(--s3);background:var(--s3)}.s4{fill:var(--s4);background:var(--s4)}.s5{fill:var(--s5);background:var(--s5)}
-.soff{fill:var(--idle);background:var(--idle)}
+path.running{stroke:var(--ink);stroke-width:1.3;opacity:.75}.l-running{border-color:var(--ink)!important}
+.findings.plain{margin-bottom:12px}.soff{fill:var(--idle);background:var(--idle)}
 details{margin-top:10px;font-size:13px}
 summary{cursor:pointer;color:var(--soft);width:max-content;max-width:100%}
 summary:hover,summary:focus-visible{color:var(--ink)}

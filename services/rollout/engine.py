@@ -9,6 +9,7 @@ from torch import Tensor
 
 from services.core.types import GroupWork, Rollout, RunningRequest, ServedVersions, StrategySpan
 from services.rollout.request import Withdrawn
+from services.speculation.gain import Predicts
 from services.speculation.strategy import DraftStrategy
 from services.weights.parts import Incoming
 
@@ -28,6 +29,10 @@ class RolloutEngine(Protocol):
 
     @property
     def last_strategy(self) -> DraftStrategy: ...
+
+    @property
+    def models(self) -> Predicts | None:
+        """What its selector knows of costs and acceptance; None of one that decides without, or decides elsewhere."""
 
     def running(self) -> tuple[RunningRequest, ...]: ...
 

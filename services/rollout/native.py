@@ -27,6 +27,7 @@ from services.rollout.rows import Rows, tail_mask, tail_table
 from services.rollout.stops import emit, response_text
 from services.rollout.stopwatch import Stopwatch
 from services.speculation.drafting import Draft
+from services.speculation.gain import Predicts
 from services.speculation.round import Choice, RoundOutcome, RoundView
 from services.speculation.selector import Selector
 from services.speculation.strategy import OFF, DraftStrategy
@@ -187,6 +188,17 @@ class NativeEngine:
         assert strategy is None or strategy.num_draft_tokens <= self._options.max_nodes
         self._forced = strategy
 
+    def use_selector(self, selector: Selector) -> Selector:
+        """Let another one choose and be told from the next round on; returns the one before. What that chose is not
+        told any more."""
+        before, self._selector = self._selector, selector
+        self._choices.take()
+        return before
+
+    @property
+    def models(self) -> Predicts | None:
+        return self._selector if isinstance(self._selector, Predicts) else None
+
     def take_spans(self) -> tuple[StrategySpan, ...]:
         return self._choices.take()
 
@@ -219,7 +231,9 @@ class NativeEngine:
         rows, temperatures = self._rows, [r.sampling.temperature for r in self._requests]
         known = rows.lengths[: rows.count]
         behind = (known - 1 - rows.drafted[: rows.count]).clip(min=0)
-        return RoundView(rows.count, int(known.sum()), int(behind.sum()), sum(temperatures) / len(temperatures))
+        temperature = sum(temperatures) / len(temperatures)
+        drafter = -1 if self._drafter_version is None else self._drafter_version
+        return RoundView(rows.count, int(known.sum()), int(behind.sum()), temperature, drafter)
 
     def _admit(self) -> None:
         if not self._waiting:

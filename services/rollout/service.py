@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from services.config.schema import ClusterConfig
 from services.config.schema import NativeEngine as NativeEngineConfig
+from services.config.speculation import AdaptiveSelector
 from services.core.errors import ConfigError, StaleEpochError
+from services.core.gain import ExpectedGain, Workload
 from services.core.protocols import Clock
 from services.core.types import (
     GroupWork,
@@ -28,10 +30,14 @@ from services.models.hidden import HiddenStates
 from services.models.layers import model_spec
 from services.models.target import TargetModel
 from services.models.tokenizer import load_tokenizer
+from services.rollout.calibrate import Calibration, Limits
 from services.rollout.engine import RolloutEngine
 from services.rollout.native import EngineOptions, NativeEngine
 from services.rollout.sglang.build import build_sglang_engine
 from services.rollout.sglang.engine import SGLangEngine
+from services.speculation.adaptive import Adaptive
+from services.speculation.cost_table import LOOK_UP, NETWORK
+from services.speculation.gain import predict
 from services.speculation.selector import make_selector
 from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 from services.speculation.suffix_index import SuffixIndex
@@ -41,8 +47,15 @@ from services.weights.parts import Incoming
 class RolloutService:
     """Every call carries the slot's epoch; an older one is refused, so a late message cannot disturb a new lease."""
 
-    def __init__(self, engine: RolloutEngine, strategies: Mapping[str, DraftStrategy], clock: Clock) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        strategies: Mapping[str, DraftStrategy],
+        clock: Clock,
+        after_load: Callable[[], None] | None = None,
+    ) -> None:
         self._engine, self._strategies, self._clock = engine, dict(strategies), clock
+        self._after_load = after_load or (lambda: None)
         self._epoch: int | None = None  # none until the first open_epoch
         self._finished: list[Rollout] = []  # ended while others were withdrawn: the next report tells them
         self._untold_tokens = 0  # generated since the last report
@@ -121,6 +134,7 @@ class RolloutService:
     def load_policy(self, version: int, tensors: Mapping[str, Tensor], epoch: int) -> ServedVersions:
         self._check(epoch)
         self._engine.load_policy(version, tensors)
+        self._after_load()
         return self._engine.versions
 
     def receive_policy(self, version: int, incoming: Incoming, epoch: int) -> ServedVersions:
@@ -130,11 +144,13 @@ class RolloutService:
             self._engine.receive_policy(version, incoming)
         finally:
             incoming.close()
+        self._after_load()
         return self._engine.versions
 
     def load_drafter(self, version: int, tensors: Mapping[str, Tensor], epoch: int) -> ServedVersions:
         self._check(epoch)
         self._engine.load_drafter(version, tensors)
+        self._after_load()
         return self._engine.versions
 
     def set_strategy(self, name: str | None, epoch: int) -> None:
@@ -159,6 +175,16 @@ class RolloutService:
             raise ConfigError("the native engine keeps no hidden states: set drafter.states: policy")
         return self._engine.take_states(step)
 
+    def predict_gain(self, work: Workload) -> ExpectedGain | None:
+        """What drafting is expected to gain on this work; None when the selector decides without models of costs and
+        acceptance."""
+        models = self._engine.models
+        if models is None:
+            return None
+        ready = self._engine.versions.drafter is not None
+        able = [s for s in self._strategies.values() if ready or s.drafter not in NETWORK]
+        return predict(work, able, models.costs, models.acceptance).gain
+
     def _check(self, epoch: int) -> None:
         if epoch != self._epoch:
             raise StaleEpochError(f"message of epoch {epoch} at a server in epoch {self._epoch}: renew the lease")
@@ -168,19 +194,18 @@ def build_rollout_service(config: ClusterConfig, slot: int, clock: Clock = time.
     """The rollout server of one slot; weights arrive by load_policy / load_drafter."""
     strategies = {s.name: s for s in (OFF, *(draft_strategy(c) for c in config.speculation.strategies))}
     engine_config = config.rollout.engine
-    engine: RolloutEngine
-    if isinstance(engine_config, NativeEngineConfig):
-        engine = _native_engine(config, engine_config, list(strategies.values()), slot, clock)
-    else:
-        engine = build_sglang_engine(config, engine_config, slot)
-    return RolloutService(engine, strategies, clock)
+    if not isinstance(engine_config, NativeEngineConfig):
+        return RolloutService(build_sglang_engine(config, engine_config, slot), strategies, clock)
+    engine, after_load = _native_engine(config, engine_config, list(strategies.values()), slot, clock)
+    return RolloutService(engine, strategies, clock, after_load)
 
 
 def _native_engine(
     config: ClusterConfig, engine: NativeEngineConfig, strategies: Sequence[DraftStrategy], slot: int, clock: Clock
-) -> NativeEngine:
+) -> tuple[NativeEngine, Callable[[], None] | None]:
+    """The engine, and what it has to do behind a load of weights."""
     torch.set_num_threads(engine.threads)
-    needs_index = any(s.drafter == "suffix" for s in strategies)
+    needs_index = any(s.drafter in LOOK_UP for s in strategies)
     options = EngineOptions(
         max_running=engine.max_running,
         max_len=engine.max_len,
@@ -191,6 +216,11 @@ def _native_engine(
     )
     spec, device = model_spec(read_config(model_dir(config.model.path))), pick_device(config.model.device)
     target = TargetModel(spec, options.max_len + options.spare_columns, device, pick_dtype(config.model.dtype))
-    rng = random.Random(f"{config.run.seed}/selector/{slot}")
-    tokenizer = load_tokenizer(config.model.path)
-    return NativeEngine(target, options, make_selector(config.speculation, rng), tokenizer.decode, clock)
+    selector = make_selector(config.speculation, random.Random(f"{config.run.seed}/selector/{slot}"))
+    built = NativeEngine(target, options, selector, load_tokenizer(config.model.path).decode, clock)
+    chosen = config.speculation.selector
+    if not (isinstance(selector, Adaptive) and isinstance(chosen, AdaptiveSelector)):
+        return built, None
+    limits = Limits(engine.max_running, engine.max_len, spec.vocab_size, config.rollout.sampling.temperature)
+    calibration = Calibration(selector, strategies, limits, clock, chosen.calibrate_s)
+    return built, lambda: calibration.run_when_ready(built, options.suffix_index)

@@ -16,12 +16,14 @@ from services.speculation.strategy import DraftStrategy
 class RoundView:
     """Before the round. `context_tokens`: of all requests together, prompts and responses. `behind_tokens`: those that
     an EAGLE drafter would have to catch up with, all requests together. `temperature`: mean over the requests, 0:
-    greedy."""
+    greedy. `drafter_version`: the one served; -1: none is loaded, so that nothing can be
+    drafted with it."""
 
     running: int
     context_tokens: int
     behind_tokens: int = 0
     temperature: float = 1.0
+    drafter_version: int = 0
 
     def __post_init__(self) -> None:
         assert self.running >= 1 and 0 <= self.behind_tokens <= self.context_tokens

@@ -39,6 +39,11 @@ class SuffixIndex:
             oldest, _ = self._maps.popitem(last=False)
             self._num_tokens -= self._sizes.pop(oldest)
 
+    def forget(self, key: str) -> None:
+        """Drop what was indexed under a prompt's key, if anything was."""
+        if self._maps.pop(key, None) is not None:
+            self._num_tokens -= self._sizes.pop(key)
+
     def propose(self, key: str, tokens: Sequence[int], depth: int) -> list[int]:
         """Up to `depth` tokens that may follow; empty when no context is known."""
         contexts = self._maps.get(key)

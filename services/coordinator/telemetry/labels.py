@@ -7,7 +7,7 @@ from itertools import product
 
 from services.config.naming import strategy_name
 from services.config.schema import ClusterConfig
-from services.config.speculation import EpsilonGreedySelector, SpeculationConfig
+from services.config.speculation import AdaptiveSelector, BucketSelector, EmaSelector, SpeculationConfig
 from services.core.types import FinishReason, SlotState
 
 OFF = "off"
@@ -29,13 +29,20 @@ EVENTS = (
     "weights_lost", "drafter_salvaged", "paused", "resumed", "strategy_forced", "checkpoint", OTHER,
 )  # fmt: skip
 
+OCTAVES = (1, 2, 3, 5, 9, 17, 33, 65)
+
 Series = tuple[str, ...]
 
 
 def bucket_starts(speculation: SpeculationConfig) -> tuple[int, ...]:
-    """Where the ranges of running requests begin that the selector tells apart."""
-    selector = speculation.selector
-    return tuple(b.min_running for b in selector.buckets) if isinstance(selector, EpsilonGreedySelector) else (1,)
+    """Where the ranges of running requests begin that the selector tells apart. The adaptive one knows no ranges: it
+    gets octaves, to show what it did at which batch size."""
+    match speculation.selector:
+        case BucketSelector(buckets=parts) | EmaSelector(slots=parts):
+            return tuple(part.min_running for part in parts)
+        case AdaptiveSelector():
+            return OCTAVES
+    return (1,)
 
 
 def bucket_names(starts: tuple[int, ...]) -> tuple[str, ...]:

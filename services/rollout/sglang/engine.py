@@ -34,6 +34,7 @@ from services.rollout.sglang.requests import Prefill, Request
 from services.rollout.sglang.rounds import newest_depth
 from services.rollout.sglang.states import assemble
 from services.rollout.stops import Emission, emit, response_text
+from services.speculation.gain import Predicts
 from services.speculation.strategy import DraftStrategy
 from services.weights.parts import Incoming
 
@@ -104,6 +105,10 @@ class SGLangEngine:
     def last_strategy(self) -> DraftStrategy:
         """Of the newest round that SGLang has told of."""
         return self._last
+
+    @property
+    def models(self) -> Predicts | None:
+        return None
 
     def take_spans(self) -> tuple[StrategySpan, ...]:
         """What SGLang chose; asked for now and then while it runs, and when it has come to rest."""

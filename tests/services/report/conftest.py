@@ -23,6 +23,7 @@ from services.core.types import (
     SamplingParams,
     SlotSpan,
     StepMetrics,
+    StrategySpan,
 )
 from services.report.run_folder import RunFolder
 
@@ -106,7 +107,33 @@ def make_metrics(
         idle_s=idle_s,
         drafting_s=drafting_s,
         warnings=("reward variance is small",) if step in (3, 9) else (),
+        predicted_gain=1.7 if step > 1 else None,
+        achieved_gain=1.6 + 0.05 * rng.random(),
     )
+
+
+RATES = {"off": 1.0, "eagle_3_1_4": 2.2, "eagle_5_4_16": 2.9, "suffix_8_1_9": 1.6}  # tokens per verify step
+
+
+def drain_spans(rng: random.Random, slot: str, label: str, at: float, end: float) -> list[StrategySpan]:
+    """A server's rollout phase: 32 requests that end one after another, the selector drafting more as they get few."""
+    cuts = [at + share * (end - at) for share in (0.0, 0.2, 0.4, 0.44, 0.6, 0.7, 0.8, 1.0)]
+    why, chain, tree = "cheapest per token", "eagle_3_1_4", "eagle_5_4_16"
+    plan = [
+        ("off", why, 32, 17), (chain, why, 16, 9), ("suffix_8_1_9", "checks whether it pays", 9, 9), (chain, why, 8, 5),
+        (tree, why, 4, 3), (tree, why, 2, 2), (tree, why, 1, 1),
+    ]  # fmt: skip
+    spans = []
+    for (name, why, first, last), start, stop in zip(plan, cuts, cuts[1:], strict=False):
+        rounds = max(1, round((stop - start) / 0.02))
+        steps = rounds * (first + last) // 2
+        tokens, busy = round(steps * RATES[name] * rng.uniform(0.9, 1.1)), 0.97 * (stop - start)
+        off_s = tokens / steps * rounds * 0.015
+        spans.append(StrategySpan(
+            start, stop, name, why, rounds, busy, steps, tokens, first, last, busy * rng.uniform(0.9, 1.1), off_s, slot,
+            label,
+        ))  # fmt: skip
+    return spans
 
 
 def drive_step(folder: RunFolder, rng: random.Random, step: int, at: float, slots: int) -> float:
@@ -119,6 +146,8 @@ def drive_step(folder: RunFolder, rng: random.Random, step: int, at: float, slot
         label, name = f"step {step}", f"slot {i}"
         folder.span(SlotSpan(name, "rollout", at, at + drain, label))
         folder.span(SlotSpan(name, "draining", at + drain, at + done, label))
+        for span in drain_spans(rng, name, label, at, at + done):
+            folder.strategy(span)
         if rest > 0:
             folder.span(SlotSpan(name, "idle", at + done, at + done + rest, label))
             folder.span(SlotSpan(name, "drafting", at + done + rest, at + rollout_s, label))

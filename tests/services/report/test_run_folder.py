@@ -137,7 +137,7 @@ def test_every_append_is_on_disk_when_the_call_returns(folder: RunFolder, metric
 def test_a_folder_cut_at_any_byte_still_renders(folder: RunFolder, drive: Callable[..., float]) -> None:
     """A crash can leave a cut last line, in any of the files."""
     drive(folder, steps=2)
-    for name in ("metrics.jsonl", "events.jsonl", "spans.jsonl"):
+    for name in ("metrics.jsonl", "events.jsonl", "spans.jsonl", "strategies.jsonl"):
         path = folder.path / name
         whole = path.read_bytes()
         for keep in (0, 1, len(whole) // 2, len(whole) - 2, len(whole) - 1):

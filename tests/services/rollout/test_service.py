@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from services.config.schema import ClusterConfig, DataConfig, ModelConfig, NativeEngine, RolloutConfig, RolloutSampling
-from services.config.speculation import FixedSelector, SpeculationConfig, StrategyConfig
+from services.config.speculation import AdaptiveSelector, FixedSelector, SpeculationConfig, StrategyConfig
 from services.core.errors import ConfigError, RequestError, StaleEpochError, WeightError
+from services.core.gain import Workload
 from services.core.types import SamplingParams, ServedVersions
 from services.models.tokenizer import character_tokenizer
 from services.rollout.service import RolloutService, build_rollout_service
@@ -250,3 +251,26 @@ def test_rounds_of_an_older_epoch_are_not_told(service: RolloutService) -> None:
     service._engine.step(0.0)  # a round that no report told before the slot was leased anew
     service.open_epoch(2)
     assert service.advance(0.0, 2).spans == ()
+
+
+def test_a_server_that_calibrated_predicts_and_tells_only_rounds_of_work(folder: Path) -> None:
+    base = config(folder)
+    adaptive = AdaptiveSelector(strategies=(EAGLE,), calibrate_s=0.3)
+    built = build_rollout_service(
+        base.model_copy(update={"speculation": base.speculation.model_copy(update={"selector": adaptive})}), 0
+    )
+    work = Workload((12, 3, 9, 16), 2, 4.0, 4, 1.0)
+    built.open_epoch(1)
+    built.load_policy(0, tensors_of(MODEL), 1)
+    before = built.predict_gain(work)
+    assert before is not None and before.ratio == 1.0, "no drafter is loaded: OFF alone"
+    built.load_drafter(0, random_drafter(spec_of(MODEL)), 1)
+    built.submit([group((1, 2, 3), 2, SamplingParams(max_tokens=30))], 1)
+    report = built.advance(60.0, 1)
+    assert sum(s.tokens for s in report.spans) == report.new_tokens and all(s.predicted for s in report.spans)
+    after = built.predict_gain(work)
+    assert after is not None and after.on_s <= after.off_s * 1.001 and after.off_s > 0
+
+
+def test_a_selector_without_models_predicts_nothing(service: RolloutService) -> None:
+    assert service.predict_gain(Workload((12, 3), 2, 4.0, 4, 1.0)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from services.core.types import (
     ServedVersions,
     ServerReport,
     SlotState,
+    StrategySpan,
 )
 from tests.services.coordinator.world import CoordinatorKilled, World, tiny_config
 
@@ -158,6 +160,28 @@ def test_memory_switches_are_counted_with_time_and_bytes() -> None:
     assert of(m, "memory_switch_bytes_total", "release") == 4000
     assert of(m, "served_version", "slot 1", "policy") == 3
     assert "longtail_served_version|slot 1|drafter" not in m.read()[0], "nothing was loaded"
+
+
+def test_rounds_are_counted_by_the_chosen_strategy() -> None:
+    m = metrics()
+    for strategy, rounds in (("off", 3), ("eagle_3_1_4", 5), ("off", 4), ("never_configured", 2)):
+        span = StrategySpan(-1.0, 0.0, strategy, "why", rounds, 1.0, rounds, rounds, 1, 1)
+        m.reported(1, ServerReport((), (), 0, 5, 0.1, "off", ServedVersions(3, None), spans=(span,)))
+    assert of(m, "strategy_rounds_total", "slot 1", "off") == 7
+    assert of(m, "strategy_rounds_total", "slot 1", "eagle_3_1_4") == 5
+    assert of(m, "strategy_rounds_total", "slot 1", "other") == 2
+    assert of(m, "strategy_rounds_total", "slot 0", "off") == 0
+
+
+def test_a_gain_that_nobody_predicts_has_no_sample() -> None:
+    world = World(tiny_config())
+    m = RunMetrics(world.config, "r1", world.clock, lambda weights, blob: None)
+    world.coordinator.run()
+    step = world.observer.steps[0]
+    m.step(replace(step, achieved_gain=None, predicted_gain=None))
+    assert not any("gain" in key for key in m.read()[0]), "unknown is not 1"
+    m.step(replace(step, achieved_gain=1.5, predicted_gain=1.25))
+    assert of(m, "achieved_gain") == 1.5 and of(m, "predicted_gain") == 1.25
 
 
 def test_a_buffer_of_a_restarted_trainer_counts_from_nothing() -> None:

@@ -1,0 +1,114 @@
+"""How often the drafts of one kind are accepted, position by position, in a world that changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+PRIOR_MEAN, PRIOR_WEIGHT = 0.6, 2.0  # of a position that nothing is known about
+NEXT_POSITION = 0.95  # conditional acceptance falls slowly along a draft (fig. 16 of the TLT paper: 0.96 -> 0.7)
+WINDOW_TRIES, WINDOW_ROUNDS = 1000.0, 400.0  # what is remembered, whichever ends first
+WANDERS = 20_000.0  # without a round of its own, what n rounds ago was known is worth this / n tries at most
+_QUICK_TRIES, _QUICK_ROUNDS = 96.0, 24.0
+_JUMP = 4.0  # standard deviations between the quick and the long window that are no chance
+_DOUBT = 3.0  # tries that are left of a position's memory when its drafter changed
+
+
+@dataclass(slots=True)
+class Counts:
+    """Discounted sums by position. `opportunities[k]`: requests whose first k draft tokens were accepted (k = 0: all);
+    `accepted[k]`: those of them whose next one was too. A request without a draft there counts as not accepted, so
+    that how often a drafter has something to offer is part of the rate."""
+
+    accepted: list[float] = field(default_factory=list)
+    opportunities: list[float] = field(default_factory=list)
+
+    def add(self, accepted: Sequence[float], opportunities: Sequence[float], keep: float) -> None:
+        missing = len(accepted) - len(self.accepted)
+        self.accepted.extend([0.0] * missing)
+        self.opportunities.extend([0.0] * missing)
+        for k in range(len(self.accepted)):
+            self.accepted[k] *= keep
+            self.opportunities[k] *= keep
+        for k, (a, o) in enumerate(zip(accepted, opportunities, strict=True)):
+            self.accepted[k] += a
+            self.opportunities[k] += o
+
+    def fade(self, wandered: float) -> None:
+        """The rates took a random walk unseen: n tries are worth 1 / (1/n + wandered)."""
+        for k, seen in enumerate(self.opportunities):
+            self.accepted[k] /= 1 + seen * wandered
+            self.opportunities[k] /= 1 + seen * wandered
+
+    def shrink(self, most: float) -> None:
+        """Keep the rates, remember at most `most` opportunities of each position."""
+        for k, seen in enumerate(self.opportunities):
+            if seen > most:
+                self.accepted[k] *= most / seen
+                self.opportunities[k] = most
+
+
+class Track:
+    """The acceptance of one kind of draft. `rates(depth)` are conditional: of position k among those that got there."""
+
+    def __init__(self) -> None:
+        self._long, self._quick = Counts(), Counts()
+        self._round = 0
+
+    def observe(self, accepted: Sequence[float], opportunities: Sequence[float], now: int) -> None:
+        """`now`: number of the round, of all kinds."""
+        tries = opportunities[0]
+        self._long.fade(max(0, now - self._round - 1) / WANDERS)
+        self._round = now
+        self._long.add(accepted, opportunities, math.exp(-tries / WINDOW_TRIES - 1 / WINDOW_ROUNDS))
+        self._quick.add(accepted, opportunities, math.exp(-tries / _QUICK_TRIES - 1 / _QUICK_ROUNDS))
+        if abs(self._surprise()) > _JUMP:
+            self._long = Counts(list(self._quick.accepted), list(self._quick.opportunities))
+
+    def doubt(self) -> None:
+        """The drafter is another one now: its rates are a guess at best."""
+        self._long.shrink(_DOUBT)
+        self._quick = Counts()
+
+    @property
+    def tries(self) -> float:
+        """What the first position's rate rests on."""
+        return self._long.opportunities[0] if self._long.opportunities else 0.0
+
+    def doubtful_copy(self) -> Track:
+        other = Track()
+        other._long = Counts(list(self._long.accepted), list(self._long.opportunities))
+        other._round = self._round
+        other.doubt()
+        return other
+
+    def rates(
+        self, now: int, prior: Sequence[float] | int, weight: float = PRIOR_WEIGHT
+    ) -> tuple[list[float], list[float]]:
+        """Means and standard deviations by position: Beta posteriors. `prior`: the rates to start from, with `weight`
+        tries; or the number of positions, each of which then starts from the one before."""
+        idle, before = max(0, now - self._round), PRIOR_MEAN / NEXT_POSITION
+        means, deviations = list[float](), list[float]()
+        for k in range(prior if isinstance(prior, int) else len(prior)):
+            seen = self._long.opportunities[k] if k < len(self._long.opportunities) else 0.0
+            keep = 1 / (1 + seen * idle / WANDERS)
+            seen, hits = (keep * seen, keep * self._long.accepted[k]) if seen else (0.0, 0.0)
+            guess = before * NEXT_POSITION if isinstance(prior, int) else prior[k]
+            mean = (hits + weight * guess) / (seen + weight)
+            means.append(mean)
+            deviations.append(math.sqrt(mean * (1 - mean) / (seen + weight + 1)))
+            before = mean
+        return means, deviations
+
+    def _surprise(self) -> float:
+        """By how many standard deviations the quick window's accepted drafts differ from what the long one says."""
+        expected, variance, found = 0.0, 0.0, 0.0
+        for k, tries in enumerate(self._quick.opportunities):
+            rest = self._long.opportunities[k] - tries
+            if tries <= 0 or rest < 2 * tries:
+                continue
+            rate = (self._long.accepted[k] - self._quick.accepted[k] + 0.5) / (rest + 1)
+            expected, found = expected + rate * tries, found + self._quick.accepted[k]
+            variance += max(rate * (1 - rate), 1e-3) * tries * (1 + tries / rest)
+        return (found - expected) / math.sqrt(variance) if variance > 0 else 0.0

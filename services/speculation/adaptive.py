@@ -1,0 +1,162 @@
+"""The strategy with the most tokens per second expected, of all requests together; OFF is one of them.
+
+    score = running * expected tokens per request / expected seconds
+
+Tokens come from the AcceptanceModel, seconds from the CostModel; both are corrected by every round. What they may still
+have wrong is looked for by *checks*: rounds with a strategy whose score could plausibly beat the best one's, given the
+spreads of both models. A hopeless strategy is never checked. What checks are expected to lose is kept within
+`check_share` of the time. Choosing is free of chance: the same rounds lead to the same choices.
+
+An EAGLE strategy behind OFF must first catch up with the tokens that its drafter has not seen. That price is spread
+over what the requests are expected to live (`Lifetime`), so ON is not avoided because of its first round, nor entered
+for requests that are about to end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from services.config.speculation import AdaptiveSelector
+from services.speculation.cost import CostModel
+from services.speculation.cost_table import NETWORK, CostPoint
+from services.speculation.expectation import AcceptanceModel
+from services.speculation.lifetime import Lifetime
+from services.speculation.round import Choice, RoundOutcome, RoundView
+from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
+
+STANDS_FOR = 4  # rounds that a choice stands for while no request comes or goes
+CHECK_GAP = 4  # rounds between two checks
+_CREDIT = 4.0  # rounds whose time may be spent on checks to begin with, and saved up for them later
+_DEVIATIONS = 1.0  # beside the mean, of tokens and of seconds, that count as plausible
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a strategy promises: `tokens` per request and round, `seconds` per round with its share of catching up,
+    `score` in tokens per second of all requests."""
+
+    strategy: DraftStrategy
+    tokens: float
+    seconds: float
+    score: float
+
+
+class Adaptive:
+    def __init__(
+        self,
+        strategies: Sequence[DraftStrategy],
+        costs: CostModel,
+        acceptance: AcceptanceModel,
+        check_share: float = 0.01,
+        margin: float = 0.015,
+    ) -> None:
+        self._strategies = tuple(dict.fromkeys((OFF, *strategies)))
+        self._without_network = tuple(s for s in self._strategies if s.drafter not in NETWORK)
+        self.costs, self.acceptance = costs, acceptance
+        self._check_share, self._margin = check_share, margin
+        self._life = Lifetime()
+        self._round = 0
+        self._choice: Choice | None = None  # that stands
+        self._held: DraftStrategy | None = None  # the best so far, checks aside
+        self._chosen_for, self._chosen_at = (0, 0), 0
+        self._checked_at = -CHECK_GAP
+        self._credit_s = math.nan
+        self._used: dict[str, int] = {}
+
+    @classmethod
+    def configured(cls, config: AdaptiveSelector) -> Adaptive:
+        strategies = [draft_strategy(s) for s in config.strategies]
+        return cls(strategies, CostModel(), AcceptanceModel(), config.check_share, config.margin)
+
+    def calibrate(self, points: Sequence[CostPoint]) -> None:
+        """Start from the engine's own measured rounds."""
+        self.costs = CostModel.fit(points)
+
+    def choose(self, view: RoundView) -> Choice:
+        self._round += 1
+        self._note_drafter(view)
+        same = self._chosen_for == (view.running, view.drafter_version)
+        if self._choice is None or not same or self._round - self._chosen_at >= STANDS_FOR:
+            self._choice = self._decide(view)
+            self._chosen_for, self._chosen_at = (view.running, view.drafter_version), self._round
+            if self._choice.strategy != self._held:
+                self._chosen_at -= STANDS_FOR  # a check is one round
+        return self._choice
+
+    def record(self, outcome: RoundOutcome) -> None:
+        self.costs.observe(outcome)
+        self.acceptance.observe(outcome)
+        self._life.observe(outcome)
+        self._used[outcome.strategy.name] = self._round
+        took = outcome.seconds.total
+        if math.isnan(self._credit_s):
+            self._credit_s = _CREDIT * took
+        self._credit_s = min(self._credit_s + self._check_share * took, _CREDIT * took)
+
+    def outlooks(self, view: RoundView) -> list[Outlook]:
+        """What each strategy promises, OFF first. Without a drafter, those that need none."""
+        able = self._strategies if view.drafter_version >= 0 else self._without_network
+        return [self._outlook(s, view) for s in able]
+
+    def _decide(self, view: RoundView) -> Choice:
+        outlooks = self.outlooks(view)
+        best = max(outlooks, key=lambda o: o.score)
+        held = next((o for o in outlooks if o.strategy == self._held), None)
+        reason = "most tokens per second expected"
+        if held is not None and held is not best and best.score <= held.score * (1 + self._margin):
+            best, reason = held, "kept: no other gains enough"
+        check = self._check(outlooks, best, view)
+        if check is not None:
+            return Choice(check.strategy, "checks whether it pays", check.score, outlooks[0].score)
+        self._held = best.strategy
+        if best.strategy.is_off and reason.startswith("most"):
+            reason = "drafts cost more than they bring"
+        return Choice(best.strategy, reason, best.score, outlooks[0].score)
+
+    def _outlook(self, strategy: DraftStrategy, view: RoundView) -> Outlook:
+        tokens = self.acceptance.tokens(strategy, view)
+        usual = min(view.context_tokens, round(view.running * tokens))  # a round behind is what it always is
+        stages = self.costs.seconds(strategy, replace(view, behind_tokens=usual))
+        catching_up = max(0.0, self.costs.seconds(strategy, view).extend - stages.extend)
+        seconds = stages.total + catching_up / max(1.0, self._life.tokens / tokens)
+        return Outlook(strategy, tokens, seconds, view.running * tokens / max(seconds, 1e-9))
+
+    def _check(self, outlooks: Sequence[Outlook], best: Outlook, view: RoundView) -> Outlook | None:
+        """Of the strategies that might be better, the one that was not seen for longest, if it can be paid for."""
+        if self._round - self._checked_at < CHECK_GAP or not self._credit_s > 0:
+            return None
+        losses = {
+            o.strategy.name: loss
+            for o in outlooks
+            if o is not best and (loss := self._loss(o, best, view)) <= self._credit_s and self._may_beat(o, best, view)
+        }
+        candidates = [o for o in outlooks if o.strategy.name in losses]
+        if not candidates:
+            return None
+        chosen = min(candidates, key=lambda o: (self._used.get(o.strategy.name, -1), -o.score))
+        self._credit_s -= max(0.0, losses[chosen.strategy.name])
+        self._checked_at = self._round
+        return chosen
+
+    def _loss(self, other: Outlook, best: Outlook, view: RoundView) -> float:
+        """Seconds that a round with `other` is expected to lose against the best one, all its catching up included."""
+        return self.costs.seconds(other.strategy, view).total - view.running * other.tokens / best.score
+
+    def _may_beat(self, other: Outlook, best: Outlook, view: RoundView) -> bool:
+        """Whether `other` is better if its tokens and seconds lie a deviation to its favour. Where the best one is
+        accepted by the same law, its own tokens move along, up or down."""
+        model, shared = self.acceptance, self.acceptance.shares(other.strategy, best.strategy)
+
+        def lift(deviations: float) -> float:
+            gain = model.tokens_at(other.strategy, view, deviations) / other.tokens
+            return gain / (model.tokens_at(best.strategy, view, deviations) / best.tokens) if shared else gain
+
+        most = max(lift(_DEVIATIONS), lift(-_DEVIATIONS)) if shared else lift(_DEVIATIONS)
+        cheaper = math.exp(_DEVIATIONS * self.costs.spread(other.strategy, view))
+        return other.score * most * cheaper > best.score * (1 + self._margin)
+
+    def _note_drafter(self, view: RoundView) -> None:
+        if view.drafter_version != self._chosen_for[1] and self._choice is not None:
+            self.acceptance.drafter_changed()

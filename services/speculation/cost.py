@@ -1,0 +1,120 @@
+"""What the next round will cost: a cost table, corrected by what rounds really took.
+
+The correction is a factor per strategy and batch bucket, learned in logarithms. A bucket that a strategy has not been
+seen in takes over the strategy's factor of its latest rounds, which happened at nearby batch sizes; a strategy that has
+not been seen takes over part of everybody's factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.speculation.cost_table import CostLine, CostPoint, CostTable
+from services.speculation.round import RoundOutcome, RoundView, StageSeconds
+from services.speculation.strategy import DraftStrategy
+
+ROUND_NOISE = 0.05  # relative, of one round's time
+_KEEP, _RECENT = 50, 12  # rounds that a bucket's and a strategy's factor remember
+_FIRST_STEP, _STEP = 0.7, 0.15  # the most that one round moves an estimate towards, in logarithms: outliers stay small
+_OWN_RANGE = 0.01  # a bucket spans batch sizes and contexts: its factor is never known better
+_LEAST_SPREAD = 0.15  # of a table's prediction at a place that was not measured
+_SHARED = 0.5  # how much of a common factor a measured table's unseen strategies take over
+
+
+def batch_bucket(running: int) -> int:
+    """Half octaves: 1, 2, 3, 4, 6, 8, 11, 16 ..."""
+    return round(2 * math.log2(running))
+
+
+@dataclass(slots=True)
+class _Factor:
+    """A running mean of log(measured / predicted) that forgets slowly. `weight`: rounds it rests on."""
+
+    mean: float
+    weight: float = 0.0
+
+    def tell(self, value: float, keep: int) -> None:
+        limit = _STEP if self.weight >= 3 else _FIRST_STEP
+        self.weight = min(self.weight + 1, keep)
+        self.mean += max(-limit, min(limit, value - self.mean)) / (self.weight + 0.5)
+
+
+class CostModel:
+    """`seconds` is the prediction, `spread` its relative standard deviation."""
+
+    def __init__(self, table: CostTable | None = None) -> None:
+        """Without a table: `CostTable.typical()`, of whose scale nothing is believed."""
+        self._shared = _SHARED if table else 1.0
+        self.table = table or CostTable.typical()
+        self._lines: dict[tuple[DraftStrategy, int], CostLine] = {}  # the table's, by strategy and running requests
+        self._buckets: dict[tuple[str, int], _Factor] = {}
+        self._strategies: dict[str, _Factor] = {}
+        self._common = _Factor(0.0)
+        self._extend = _Factor(0.0)
+
+    @classmethod
+    def fit(cls, points: Sequence[CostPoint]) -> CostModel:
+        return cls(CostTable.fit(points))
+
+    def to_json(self) -> str:
+        """Its table; what rounds taught it belongs to the process that ran them."""
+        return self.table.to_json()
+
+    @classmethod
+    def from_json(cls, text: str) -> CostModel:
+        return cls(CostTable.from_json(text))
+
+    def seconds(self, strategy: DraftStrategy, view: RoundView) -> StageSeconds:
+        """Expected wall seconds of a round with `strategy`, stage by stage."""
+        base, factor = self._base(strategy, view), math.exp(self._log_factor(strategy.name, view.running))
+        extend = base.extend * math.exp(self._extend.mean + self._common_part())
+        return StageSeconds(extend, base.draft * factor, base.verify * factor, base.rest * factor)
+
+    def spread(self, strategy: DraftStrategy, view: RoundView) -> float:
+        """Relative standard deviation of `seconds`' total."""
+        variance = max(self.table.spread, _LEAST_SPREAD) ** 2
+        seen = self._strategies.get(strategy.name)
+        if seen is not None:
+            variance = min(variance, variance / 4 + ROUND_NOISE**2 / seen.weight)
+        own = self._buckets.get((strategy.name, batch_bucket(view.running)))
+        if own is not None:
+            variance = 1 / (1 / variance + own.weight / ROUND_NOISE**2) + _OWN_RANGE**2
+        return math.sqrt(variance)
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Correct by a round. An extend stage that was timed apart corrects the price of catching up, the other stages
+        the strategy's factor."""
+        base, measured = self._base(outcome.strategy, outcome.view), outcome.seconds
+        timed_apart = measured.extend > 0 and base.extend > 0
+        predicted, took = base.total, measured.total
+        if timed_apart:
+            predicted, took = predicted - base.extend, took - measured.extend
+            off = math.log(measured.extend / base.extend) - self._common_part()
+            self._extend.tell(off, _KEEP)
+        if min(predicted, took) <= 0:  # a clock too coarse for the round
+            return
+        self._learn(outcome.strategy.name, outcome.view.running, math.log(took / predicted))
+
+    def _base(self, strategy: DraftStrategy, view: RoundView) -> StageSeconds:
+        key = (strategy, view.running)
+        if key not in self._lines:
+            self._lines[key] = self.table.line(*key)
+        return self._lines[key].at(view)
+
+    def _learn(self, name: str, running: int, value: float) -> None:
+        key, expected = (name, batch_bucket(running)), self._log_factor(name, running)
+        self._buckets.setdefault(key, _Factor(expected)).tell(value, _KEEP)
+        self._strategies.setdefault(name, _Factor(expected)).tell(value, _RECENT)
+        self._common.tell(value, _RECENT)
+
+    def _common_part(self) -> float:
+        return self._shared * self._common.mean
+
+    def _log_factor(self, name: str, running: int) -> float:
+        own = self._buckets.get((name, batch_bucket(running)))
+        if own is not None:
+            return own.mean
+        seen = self._strategies.get(name)
+        return seen.mean if seen is not None else self._common_part()
