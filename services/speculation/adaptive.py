@@ -96,9 +96,9 @@ class Adaptive:
         self._credit_s = min(self._credit_s + self._check_share * took, _CREDIT * took)
 
     def outlooks(self, view: RoundView) -> list[Outlook]:
-        """What each strategy promises, OFF first. Without a drafter, those that need none."""
+        """What each offered strategy promises, OFF first. Without a drafter, those that need none."""
         able = self._strategies if view.drafter_version >= 0 else self._without_network
-        return [self._outlook(s, view) for s in able]
+        return [self._outlook(s, view) for s in able if view.offers(s)]
 
     def _decide(self, view: RoundView) -> Choice:
         outlooks = self.outlooks(view)

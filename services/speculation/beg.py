@@ -37,7 +37,8 @@ class BucketedEpsilonGreedy:
         self._median_length: dict[str, float] = {}
 
     def choose(self, view: RoundView) -> Choice:
-        arms, group = self._candidates(view.running), batch_group(view.running)
+        candidates, group = self._candidates(view.running), batch_group(view.running)
+        arms = [s for s in candidates if view.offers(s)] or candidates
         if len(arms) == 1:
             return Choice(arms[0], "the only one at this batch size")
         untried = next((s for s in arms if not self._rewards[s.name, group]), None)

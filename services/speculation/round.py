@@ -16,17 +16,21 @@ from services.speculation.strategy import DraftStrategy
 class RoundView:
     """Before the round. `context_tokens`: of all requests together, prompts and responses. `behind_tokens`: those that
     an EAGLE drafter would have to catch up with, all requests together. `temperature`: mean over the requests, 0:
-    greedy. `drafter_version`: the one served; -1: none is loaded, so that nothing can be
-    drafted with it."""
+    greedy. `drafter_version`: the one served; -1: none is loaded, so that nothing can be drafted with it. `offered`:
+    strategies that the engine is prepared for at this batch size, OFF among them; None: all that it has."""
 
     running: int
     context_tokens: int
     behind_tokens: int = 0
     temperature: float = 1.0
     drafter_version: int = 0
+    offered: tuple[DraftStrategy, ...] | None = None
 
     def __post_init__(self) -> None:
         assert self.running >= 1 and 0 <= self.behind_tokens <= self.context_tokens
+
+    def offers(self, strategy: DraftStrategy) -> bool:
+        return self.offered is None or strategy in self.offered
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ the CPU are late by the same lag, so over rounds in a row they are the GPU's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.core.types import StrategySpan
 from services.rollout.choices import FORCED, ChoiceLog
@@ -52,15 +52,16 @@ class Decider:
 
     def launch(self, view: RoundView, now_s: float) -> LaunchedRound:
         """Choose for a round that is launched now."""
+        depths = offered(self._pool, self._captured, view.running)
+        view = replace(view, offered=tuple(self._strategies[d] for d in depths))
         if self._forced is not None:
             choice = Choice(self._strategies[self._forced], FORCED)
         else:
-            choice = self._possible(self._selector.choose(view), view.running)
+            choice = self._possible(self._selector.choose(view), depths)
         return LaunchedRound(choice, view, now_s)
 
-    def _possible(self, choice: Choice, running: int) -> Choice:
-        """A choice without graphs for so many requests becomes the next shallower one that has them."""
-        depths = offered(self._pool, self._captured, running)
+    def _possible(self, choice: Choice, depths: Sequence[int]) -> Choice:
+        """For a selector that takes no notice of what is offered, the next shallower strategy that is."""
         depth = max(d for d in depths if d <= choice.strategy.depth)
         if depth == choice.strategy.depth:
             return choice

@@ -28,6 +28,7 @@ import torch
 from services.core.errors import ConfigError
 from services.rollout.sglang.deciding import Decider, LaunchedRound
 from services.rollout.sglang.graphs import CapturedGraphs
+from services.rollout.sglang.loader import served_version
 from services.rollout.sglang.order import CONFIG_FILE, SwitchOrder, read_order
 from services.rollout.sglang.rounds import note_round
 from services.speculation.round import RoundView
@@ -106,26 +107,26 @@ class Switch:
 
     def launch(self, batch: Any) -> LaunchedRound | None:
         """Choose for the round of `batch` and bring its state in place. None on a rank that does not lead."""
-        launched = self.decider.launch(_view(batch), time.monotonic()) if self._leads else None
+        launched = self.decider.launch(self._view(batch), time.monotonic()) if self._leads else None
         depth = self.agreed(launched.choice.strategy.depth if launched else 0)
         if depth != self._worker.speculative_num_steps:
             self._worker.adaptive_controller._activate(depth)
             _forget_override()
         return launched
 
+    def _view(self, batch: Any) -> RoundView:
+        """SGLang's greedy requests have top_k 1 and temperature 1."""
+        requests = batch.reqs
+        params = [r.sampling_params for r in requests]
+        temperature = sum(0.0 if p.top_k == 1 else p.temperature for p in params) / len(params)
+        context = sum(len(r.origin_input_ids) + len(r.output_ids) for r in requests)
+        drafter = served_version(self._worker.draft_worker.draft_runner.model) or 0
+        return RoundView(len(requests), context, 0, temperature, drafter)
+
 
 def switch_of(worker: Any) -> Switch | None:
     """None for an engine that keeps its strategy."""
     return getattr(worker, SWITCH, None)
-
-
-def _view(batch: Any) -> RoundView:
-    """SGLang's greedy requests have top_k 1 and temperature 1."""
-    requests = batch.reqs
-    params = [r.sampling_params for r in requests]
-    temperature = sum(0.0 if p.top_k == 1 else p.temperature for p in params) / len(params)
-    context = sum(len(r.origin_input_ids) + len(r.output_ids) for r in requests)
-    return RoundView(len(requests), context, 0, temperature)
 
 
 def _forget_override() -> None:

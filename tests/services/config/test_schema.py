@@ -44,7 +44,7 @@ def mistakes(*overrides: str) -> list[str]:
         strategy("ngram", 4),
         strategy("ngram", 4, 3, 10),
         "speculation.selector={type: fixed}",
-        "speculation.selector={type: epsilon_greedy, buckets: [{strategies: [{drafter: eagle, depth: 5, "
+        "speculation.selector={type: beg_mab, buckets: [{strategies: [{drafter: eagle, depth: 5, "
         "num_draft_tokens: 6}, {drafter: eagle, depth: 2, num_draft_tokens: 3}]}, {min_running: 4, strategies: [{}]}]}",
     ],
 )
@@ -65,7 +65,7 @@ def test_what_sglang_runs(chosen: str, method: str) -> None:
         ),
         (
             [
-                "speculation.selector={type: epsilon_greedy, buckets: "
+                "speculation.selector={type: beg_mab, buckets: "
                 "[{strategies: [{}, {drafter: eagle, depth: 3, topk: 2, num_draft_tokens: 6, sampled: false}]}]}"
             ],
             "switches between EAGLE chains of several depths and OFF",
@@ -73,7 +73,7 @@ def test_what_sglang_runs(chosen: str, method: str) -> None:
         ),
         (
             [
-                "speculation.selector={type: epsilon_greedy, buckets: "
+                "speculation.selector={type: beg_mab, buckets: "
                 "[{strategies: [{}, {drafter: ngram, depth: 3, num_draft_tokens: 4}]}]}"
             ],
             "switches between EAGLE chains of several depths and OFF",
@@ -81,7 +81,7 @@ def test_what_sglang_runs(chosen: str, method: str) -> None:
         ),
         (
             [
-                "speculation.selector={type: epsilon_greedy, buckets: [{strategies: "
+                "speculation.selector={type: beg_mab, buckets: [{strategies: "
                 "[{drafter: eagle, depth: 2, num_draft_tokens: 3}, "
                 "{drafter: eagle, depth: 3, num_draft_tokens: 4, sampled: false}]}]}"
             ],

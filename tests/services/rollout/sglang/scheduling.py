@@ -57,6 +57,7 @@ class Graphs:
 class ModelRunner:
     def __init__(self, server_args: ServerArgs) -> None:
         self.server_args, self.tp_group = server_args, SimpleNamespace(ranks=[0], cpu_group=None)
+        self.model = SimpleNamespace()
         self.logits_rows = 0
 
     def max_decode_logits_rows(self) -> int:
@@ -152,6 +153,7 @@ class EagleWorker:
         self.server_args, self._rng, self._probs = server_args, random.Random(seed), probs
         self.target_worker = SimpleNamespace(model_runner=ModelRunner(target_args))
         self.draft_runner = ModelRunner(server_args)
+        self.draft_worker = SimpleNamespace(draft_runner=self.draft_runner)
         self.speculative_num_steps = server_args.speculative_num_steps
         self.ps = SimpleNamespace(tp_rank=0, tp_size=1)
         self.adaptive_controller = AdaptiveController(self)

@@ -49,6 +49,13 @@ def test_beyond_its_graphs_a_strategy_is_not_to_be_had(running: int, wanted: int
     assert ("no graphs of" in launched.choice.reason) == (wanted != found)
 
 
+def test_the_selector_is_told_what_it_can_have() -> None:
+    ours, wants = decider(3)
+    for running, depths in ((16, (0, 3, 5)), (20, (0, 3)), (40, (0,))):
+        ours.launch(RoundView(running, 100), 0.0)
+        assert wants.views[-1].offered == tuple(SEVERAL[d] for d in depths)
+
+
 def test_a_depth_that_memory_left_out_is_not_to_be_had() -> None:
     assert depth_of(decider(3, captured=(0, 5))[0].launch(RoundView(2, 9), 0.0)) == 0
 

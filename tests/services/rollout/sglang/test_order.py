@@ -15,7 +15,7 @@ from tests.services.rollout.engines import strategy
 
 CHAIN_3 = "{drafter: eagle, depth: 3, num_draft_tokens: 4}"
 SEVERAL = (
-    "speculation.selector={type: epsilon_greedy, buckets: [{strategies: [{drafter: eagle, depth: 5, "
+    "speculation.selector={type: beg_mab, buckets: [{strategies: [{drafter: eagle, depth: 5, "
     "num_draft_tokens: 6}, " + CHAIN_3 + "]}, {min_running: 9, strategies: [" + CHAIN_3 + "]}]}"
 )
 SGLANG = ("rollout.engine={type: sglang, max_running: 40, graphs: {max_nodes: 96}}", "placement.mode=local")

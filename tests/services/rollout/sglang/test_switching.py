@@ -24,7 +24,7 @@ from tests.services.rollout.sglang.standins import HookRegistry, Scheduler, inst
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16]
 RANDOM = (
-    "speculation.selector={type: epsilon_greedy, epsilon: 1.0, buckets: [{strategies: [{}, "
+    "speculation.selector={type: beg_mab, epsilon: 1.0, buckets: [{strategies: [{}, "
     + ", ".join(f"{{drafter: eagle, depth: {d}, num_draft_tokens: {d + 1}}}" for d in (1, 3, 5))
     + "]}]}"
 )
