@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from deploy.cli_bench_gpu import bench_graphs, bench_tailed
 from deploy.cli_explain import explain
 from deploy.cli_k8s import k8s_app
 from deploy.cli_shared import config_of, errors_told, interrupt_on_sigterm, training_config
@@ -183,6 +184,10 @@ def data_check(
 def _end(result: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(result))
+
+
+bench_app.command("tailed")(bench_tailed)
+bench_app.command("graphs")(bench_graphs)
 
 
 @bench_app.command("rollout")

@@ -211,7 +211,7 @@ class SGLangHandle:
         return tuple(StrategySpan(**span) for span in json.loads(answer.message))
 
     def graphs(self) -> tuple[CapturedGraphs, ...]:
-        """What the graphs of each depth took; empty for an engine with one strategy."""
+        """What the graphs of each depth took; empty without a drafter."""
         return tuple(CapturedGraphs(**told) for told in self._state("the memory of its graphs").get("graphs", ()))
 
     def _ask_scheduler(self, method: str, what: str, **parameters: int | str) -> str:

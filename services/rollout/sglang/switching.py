@@ -34,7 +34,8 @@ from services.rollout.sglang.rounds import note_round
 from services.speculation.round import RoundView
 from services.speculation.selector import make_selector
 
-SWITCH, ROUND = "longtail_switch", "longtail_round"  # attributes of SGLang's EAGLEWorkerV2 and of a round's result
+# Attributes of SGLang's draft worker (its Switch, or the graphs of its only strategy) and of a round's result.
+SWITCH, ALONE, ROUND = "longtail_switch", "longtail_graphs", "longtail_round"
 RESTORE = "adaptive_spec.restore"  # under this name SGLang notes each switch, for ever
 FREE = -1  # a forced depth: none
 WIDTHS = ("speculative_num_steps", "speculative_num_draft_tokens")  # start arguments
@@ -177,7 +178,7 @@ def _capture(original: Callable[..., None], scheduler: Any) -> None:
     arguments = scheduler.server_args
     order = read_order(getattr(arguments, CONFIG_FILE))
     if order is None:
-        return original(scheduler)
+        return _capture_one(original, scheduler)
     if not arguments.speculative_adaptive:
         raise ConfigError("SGLang refused to switch depths, see its log: give the selector one strategy")
     worker, every = scheduler.draft_worker, arguments.cuda_graph_config.decode.bs
@@ -186,6 +187,17 @@ def _capture(original: Callable[..., None], scheduler: Any) -> None:
     with _arguments(_of(worker), order.pool.sizes(depth, every), depth):
         original(scheduler)
     return None
+
+
+def _capture_one(original: Callable[..., None], scheduler: Any) -> None:
+    """An engine with one strategy: only look what it takes."""
+    began_s, free = time.monotonic(), _free_bytes()
+    original(scheduler)
+    sizes = scheduler.server_args.cuda_graph_config.decode.bs
+    if scheduler.draft_worker is not None and sizes:
+        depth, taken = scheduler.server_args.speculative_num_steps, free - _free_bytes()
+        graphs = CapturedGraphs(depth, max(sizes), len(sizes), taken, time.monotonic() - began_s)
+        setattr(scheduler.draft_worker, ALONE, graphs)
 
 
 @_hook(AROUND, "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController.init_states")
@@ -310,10 +322,11 @@ def _length(request: Any) -> int:
 
 
 def told_state(worker: Any) -> dict[str, Any]:
-    """What the engine's state says of its depths; nothing for one that keeps its strategy."""
+    """What the engine's state says of its depths and their graphs; nothing for one without a drafter."""
     switch = switch_of(worker)
     if switch is None:
-        return {}
+        alone = getattr(worker, ALONE, None)
+        return {} if alone is None else {"graphs": [asdict(alone)]}
     return {"depth": worker.speculative_num_steps, "graphs": [asdict(g) for g in switch.captured.values()]}
 
 
