@@ -37,9 +37,11 @@ STALLED, CONTEXT = 16, 4000  # requests, and tokens of context each, while strat
 Runs = dict[str, list[TailRun]]
 
 
-def run_bench(config: ClusterConfig, repeats: int, rollouts: int, out: Path | None) -> dict[str, Any]:
-    """Prints a table; `out` takes the result and the plot."""
-    modes = mode_configs(config)
+def run_bench(
+    config: ClusterConfig, repeats: int, rollouts: int, out: Path | None, only: str | None = None
+) -> dict[str, Any]:
+    """Prints a table; `out` takes the result and the plot. `only`: names of modes, where all do not fit one GPU."""
+    modes = chosen_modes(mode_configs(config), only)
     with ray_session(config):
         runs, stall = _measure(config, modes, repeats, rollouts)
     result = {
@@ -60,6 +62,15 @@ def run_bench(config: ClusterConfig, repeats: int, rollouts: int, out: Path | No
         (out / "tailed.svg").write_text(draw({mode: _middle(found) for mode, found in runs.items()}))
     print(table(result), flush=True)
     return result
+
+
+def chosen_modes(modes: Mapping[str, ClusterConfig], only: str | None) -> dict[str, ClusterConfig]:
+    names = list(modes) if only is None else only.split(",")
+    if unknown := [n for n in names if n not in modes]:
+        raise ConfigError(f"--modes has {', '.join(unknown)}: it takes {', '.join(modes)}")
+    if not {"off", OURS} < set(names):
+        raise ConfigError(f"--modes must have off, {OURS} and one more: they are compared")
+    return {name: config for name, config in modes.items() if name in names}
 
 
 def _measure(

@@ -21,6 +21,7 @@ def bench_tailed(
     settings: Settings = None,
     repeats: Annotated[int, typer.Option(min=1, help="Measured repeats, after one for warm-up.")] = 5,
     rollouts: Annotated[int, typer.Option(min=2, help="Of one batch.")] = 128,
+    modes: Annotated[str | None, typer.Option(help="Only these, by comma: off, a chain's name, ...; ours.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for tailed.json and tailed.svg.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -29,7 +30,7 @@ def bench_tailed(
         resolved = config_of(config, settings or [])
         from deploy.bench_tailed import run_bench
 
-        _end(run_bench(resolved, repeats, rollouts, out), as_json)
+        _end(run_bench(resolved, repeats, rollouts, out, modes), as_json)
 
 
 def bench_graphs(config: Config = "reasoner-adaptive", settings: Settings = None, as_json: AsJson = False) -> None:

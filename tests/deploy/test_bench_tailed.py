@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deploy import bench_graphs
-from deploy.bench_tailed import SIGMA, summary, table
+from deploy.bench_tailed import SIGMA, chosen_modes, summary, table
 from deploy.cli_shared import config_of
 from deploy.tailed_plot import draw
 from deploy.tailed_runs import LAG, TAIL, TailRun, lognormal_lengths, run_tail, switch_stall
@@ -119,6 +119,17 @@ def test_a_configuration_without_several_strategies_is_refused(preset: str) -> N
         mode_configs(config_of(preset, []))
     with pytest.raises(ConfigError, match="needs an SGLang engine whose selector has several"):
         bench_graphs.variants(config_of(preset, []))
+
+
+def test_modes_can_be_left_out_but_for_those_that_are_compared() -> None:
+    modes = mode_configs(config_of("reasoner-adaptive", []))
+    assert chosen_modes(modes, None) == modes
+    assert list(chosen_modes(modes, f"{OURS},off,eagle_3_1_4")) == ["off", "eagle_3_1_4", OURS]
+    with pytest.raises(ConfigError, match=r"--modes has eagle_9: it takes off, eagle_1_1_2"):
+        chosen_modes(modes, f"off,eagle_9,{OURS}")
+    for few in ("off,eagle_3_1_4", f"off,{OURS}", OURS):
+        with pytest.raises(ConfigError, match="must have off, ours and one more"):
+            chosen_modes(modes, few)
 
 
 # ------------------------------------------------------------------ figures

@@ -25,6 +25,10 @@ class Case:
         return set(RELEASING) <= set(self.overrides)
 
     @property
+    def switches(self) -> bool:
+        return set(SWITCHING) <= set(self.overrides)
+
+    @property
     def drafts(self) -> bool:
         return self.name != "off"
 
@@ -37,6 +41,14 @@ def _strategy(drafter: str, depth: int, topk: int, nodes: int, sampled: bool = F
     )  # fmt: skip
 
 
+# The reference's tuner that explores at every round: another strategy, drawn at random, round by round.
+SWITCHED = (0, 1, 3, 5)  # depths
+SWITCHING = (
+    "drafter.states=engine",
+    "speculation.selector={type: beg_mab, epsilon: 1.0, buckets: [{strategies: [{}, "
+    + ", ".join(f"{{drafter: eagle, depth: {d}, num_draft_tokens: {d + 1}}}" for d in SWITCHED[1:])
+    + "]}]}",
+)
 EAGLE3 = ("drafter.method=eagle3",)
 RELEASING = ("rollout.engine.release_memory=true",)
 CASES = {
@@ -44,11 +56,13 @@ CASES = {
     for case in (
         Case("off", _strategy("off", 0, 1, 1)),
         Case("eagle", ("drafter.states=engine", *_strategy("eagle", 3, 1, 4, sampled=True)), "drafter"),
+        Case("eagle_switching", SWITCHING, "drafter"),
         Case("eagle_argmax", (*RELEASING, *_strategy("eagle", 3, 1, 4)), "drafter"),
         Case("eagle_tree", _strategy("eagle", 4, 4, 12), "drafter"),
         Case("eagle3", (*EAGLE3, *_strategy("eagle", 3, 1, 4, sampled=True)), "drafter-eagle3"),
         Case("ngram", _strategy("ngram", 4, 1, 5)),
         Case("eagle_tp2", ("drafter.states=engine", *_strategy("eagle", 3, 1, 4, sampled=True)), "drafter", tp=2),
+        Case("eagle_switching_tp2", SWITCHING, "drafter", tp=2),
         Case("eagle3_tp2", (*EAGLE3, *_strategy("eagle", 3, 1, 4, sampled=True)), "drafter-eagle3", tp=2),
     )
 }

@@ -13,7 +13,7 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency
 
-from tests.gpu.cases import CASES
+from tests.gpu.cases import CASES, SWITCHED
 from tests.gpu.reference import Reference
 from tests.gpu.worker import MID_FACTOR
 
@@ -23,6 +23,8 @@ Probes = dict[str, dict[str, Any]]
 DRAFTING = [name for name, case in CASES.items() if case.drafts]
 RELEASING = [name for name, case in CASES.items() if case.releases]
 KEEPING = [name for name, case in CASES.items() if "drafter.states=engine" in case.overrides]
+SWITCHING = [name for name, case in CASES.items() if case.switches]
+STRATEGIES = {"off" if d == 0 else f"eagle_{d}_1_{d + 1}" for d in SWITCHED}
 LOADING = [name for name, case in CASES.items() if case.drafter_folder]
 CLOSE_LOGITS = 0.25  # bf16 logits of about 16 are 0.0625..0.125 apart; a real fault differs by whole units
 
@@ -172,6 +174,33 @@ def test_memory_lent_and_taken_back(case: str, probes: Probes, reference: Refere
     assert compare_greedy(reference, before, after)["real"] == 0
     assert acceptance(after) == pytest.approx(acceptance(before), abs=0.1)
     assert got["released"]["num_bytes"] > 10**9
+
+
+@pytest.mark.parametrize("case", SWITCHING)
+def test_every_round_is_counted_under_the_strategy_that_ran(case: str, probes: Probes, results: dict[str, Any]) -> None:
+    """Another strategy every round, drawn at random: no round is lost, none is counted twice."""
+    total: Counter[str] = Counter()
+    for r in found(probes, case, "sampled")["rollouts"]:
+        assert sum(r["steps"].values()) + sum(r["accepted"].values()) == len(r["ids"]) - 1
+        assert sum(n for name, n in r["steps"].items() if name != "off") == sum(r["histogram"])
+        total.update(r["steps"])
+    assert total.keys() == STRATEGIES and min(total.values()) > 0.1 * sum(total.values()), total
+    results.setdefault("switching", {})[case] = {"steps": dict(total)}
+
+
+@pytest.mark.parametrize("case", SWITCHING)
+def test_a_forced_strategy_runs_alone(case: str, probes: Probes, results: dict[str, Any]) -> None:
+    got = found(probes, case, "strategies")
+    assert got["forced"].keys() == STRATEGIES
+    figures = results.setdefault("switching", {}).setdefault(case, {})
+    for name, run in got["forced"].items():
+        assert run["told"] == name
+        for r in run["rollouts"]:
+            assert r["steps"].keys() <= {name}, "a round of another strategy"
+        figures[f"acceptance_{name}"] = round(acceptance(run["rollouts"]), 3)
+    spans = got["spans"]
+    assert {s["strategy"] for s in spans} == STRATEGIES and all(s["reason"] == "explored at random" for s in spans)
+    assert sum(s["rounds"] for s in spans) > 20
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from services.config.naming import strategy_name
 from services.core.errors import LongtailError, WeightError
 from services.core.types import GroupWork, Prompt, Rollout, SamplingParams
 from services.models.files import read_tensors
@@ -34,7 +35,9 @@ class Probe:
     def __init__(self, case: Case, model: Path, prompts: dict[str, Any], states_file: Path) -> None:
         self.case, self.prompts, self.states_file = case, prompts, states_file
         started = time.monotonic()
-        self.service: RolloutService = build_rollout_service(case_config(case, model), 0)
+        config = case_config(case, model)
+        self.names = sorted({strategy_name(s) for s in config.speculation.strategies})
+        self.service: RolloutService = build_rollout_service(config, 0)
         self.found: dict[str, Any] = {"case": case.name, "start_s": time.monotonic() - started}
         self.target = read_tensors(model / "target")
         self.target.pop("lm_head.weight", None) if self._tied(model) else None
@@ -214,6 +217,32 @@ def memory(probe: Probe) -> Any:
     return {"released": asdict(released), "resumed": asdict(resumed), "before": before, "after": after}
 
 
+def strategies(probe: Probe) -> Any:
+    """Each strategy forced for a batch, and what the server says ran; what its selector chose when it was free."""
+    if not probe.case.switches:
+        return None
+    sampling = SamplingParams(temperature=1.0, max_tokens=96)
+    prompts, service = probe.prompts["heldout"][:16], probe.service
+    found: dict[str, Any] = {"forced": {}, "spans": []}
+    for name in probe.names:
+        service.set_strategy(name, EPOCH)
+        probe.submit(prompts, sampling)
+        rollouts, told = [], []
+        while len(rollouts) < len(prompts):
+            report = service.advance(0.2, EPOCH)
+            rollouts += report.finished
+            told.append(report.strategy)
+        found["forced"][name] = {"rollouts": [_short(r) for r in rollouts], "told": told[-1]}
+    service.set_strategy(None, EPOCH)
+    probe.submit(prompts, sampling)
+    done = 0
+    while done < len(prompts):
+        report = service.advance(0.2, EPOCH)
+        done += len(report.finished)
+        found["spans"] += [asdict(s) for s in report.spans]
+    return found
+
+
 def stop_strings(probe: Probe) -> Any:
     sampling = SamplingParams(temperature=0.0, max_tokens=512, stop_strings=("#",))
     return [{**_short(r), "text": r.text} for r in probe.generate(probe.prompts["heldout"][:8], sampling)]
@@ -237,13 +266,15 @@ def _short(rollout: Rollout) -> dict[str, Any]:
         "drafter_versions": list(rollout.drafter_versions),
         "histogram": list(rollout.acceptance.histogram),
         "proposed": rollout.acceptance.proposed,
+        "steps": dict(rollout.acceptance.steps_by_strategy),
+        "accepted": dict(rollout.acceptance.accepted_by_strategy),
     }
 
 
 PROBES: dict[str, Callable[[Probe], Any]] = {
     "greedy": greedy, "sampled": sampled, "states": states, "loads": loads, "distribution": distribution,
     "mid_response": mid_response,
-    "stop_strings": stop_strings, "prefix": prefix, "memory": memory,
+    "strategies": strategies, "stop_strings": stop_strings, "prefix": prefix, "memory": memory,
 }  # fmt: skip
 
 
