@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from deploy.cli_bench_gpu import bench_graphs, bench_tailed
+from deploy.cli_bench_gpu import add_gpu_benches
+from deploy.cli_costs import bench_costs, bench_selector
 from deploy.cli_explain import explain
 from deploy.cli_k8s import k8s_app
 from deploy.cli_shared import config_of, errors_told, interrupt_on_sigterm, training_config
@@ -33,6 +34,9 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
 app.add_typer(k8s_app, name="k8s")
 app.command()(explain)
+bench_app.command("selector")(bench_selector)
+bench_app.command("costs")(bench_costs)
+add_gpu_benches(bench_app)
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset.")]
 Settings = Annotated[
@@ -184,10 +188,6 @@ def data_check(
 def _end(result: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(result))
-
-
-bench_app.command("tailed")(bench_tailed)
-bench_app.command("graphs")(bench_graphs)
 
 
 @bench_app.command("rollout")
