@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -31,7 +32,8 @@ from services.policy.service import build_policy_service
 from services.reward.service import build_reward_service
 from services.rollout.service import RolloutService
 from services.rollout.sglang.build import build_sglang_engine
-from services.speculation.strategy import OFF, draft_strategy
+from services.rollout.sglang.order import strategies_by_depth
+from services.speculation.strategy import OFF
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 from tests.services.coordinator.world import Recorder
 from tests.services.rollout.sglang.fake import MAX_LEN, FakeHandle
@@ -39,10 +41,18 @@ from tests.services.rollout.sglang.fake import MAX_LEN, FakeHandle
 torch.set_num_threads(1)
 
 
-def config_of(model: Path, runs: Path) -> ClusterConfig:
+CHAINS = [{"drafter": "eagle", "depth": d, "num_draft_tokens": d + 1} for d in (1, 3)]
+SELECTORS = {
+    "fixed": {"type": "fixed", "strategy": CHAINS[1]},
+    "switching": {"type": "beg_mab", "epsilon": 1.0, "buckets": [{"strategies": [{}, *CHAINS]}]},  # at random
+}
+
+
+def config_of(model: Path, runs: Path, selector: str) -> ClusterConfig:
     return tiny_run(
         model,
         runs,
+        speculation={"selector": SELECTORS[selector]},
         rollout={
             "num_servers": 2, "group_size": 4, "prompts_per_step": 3, "advance_budget_s": 0.05,
             "engine": {"type": "sglang", "max_running": 16, "max_len": MAX_LEN}, "sampling": {"max_tokens": 40},
@@ -54,19 +64,21 @@ def config_of(model: Path, runs: Path) -> ClusterConfig:
 
 
 def rollout_service(config: ClusterConfig, slot: int) -> RolloutService:
-    engine, strategy = config.rollout.engine, draft_strategy(config.speculation.strategies[0])
+    engine, strategies = config.rollout.engine, strategies_by_depth(config.speculation)
     assert isinstance(engine, SGLangEngine)
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval().requires_grad_(False)
 
     def start(arguments: Mapping[str, Any], server: str, config: ClusterConfig) -> FakeHandle:
-        return FakeHandle(model, strategy)
+        several = tuple(strategies.values()) if len(strategies) > 1 else ()
+        return FakeHandle(model, strategies[max(strategies)], switching=several)
 
     adapter = build_sglang_engine(config, engine, slot, start)
-    return RolloutService(adapter, {s.name: s for s in (OFF, strategy)}, time.monotonic)
+    return RolloutService(adapter, {s.name: s for s in (OFF, *strategies.values())}, time.monotonic)
 
 
-def test_the_drafter_learns_from_what_the_engines_kept(tmp_path: Path) -> None:
-    config = config_of(make_model_folder(tmp_path / "model"), tmp_path / "runs")
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_the_drafter_learns_from_what_the_engines_kept(tmp_path: Path, selector: str) -> None:
+    config = config_of(make_model_folder(tmp_path / "model"), tmp_path / "runs", selector)
     host = LocalHost(time.monotonic, time.sleep)
     reward = build_reward_service(config)
     policy = build_policy_service(config)
@@ -100,3 +112,5 @@ def test_the_drafter_learns_from_what_the_engines_kept(tmp_path: Path) -> None:
         got = {tuple(s.input_ids.tolist()) for _, tensors in mine for s in tensors}
         assert all(any(whole[: len(g)] == g for whole in ids) for g in got) and len(got) == len(ids)
         assert metrics.acceptance_length_live_offline is not None
+        ran = {name for r in rollouts for name in r.acceptance.steps_by_strategy}
+        assert ran - {"off"} == {"eagle_3_1_4"} | ({"eagle_1_1_2"} if selector == "switching" else set())

@@ -181,7 +181,7 @@ def _capture(original: Callable[..., None], scheduler: Any) -> None:
         return _capture_one(original, scheduler)
     if not arguments.speculative_adaptive:
         raise ConfigError("SGLang refused to switch depths, see its log: give the selector one strategy")
-    worker, every = scheduler.draft_worker, arguments.cuda_graph_config.decode.bs
+    worker, every = scheduler.draft_worker, arguments.cuda_graph_config.decode.bs or []
     setattr(worker, SWITCH, Switch(order, worker, every))
     depth = order.pool.deepest
     with _arguments(_of(worker), order.pool.sizes(depth, every), depth):

@@ -269,3 +269,17 @@ def test_calibration_replaces_what_it_began_with() -> None:
     before = w.selector.outlooks(w.view(4))[0].seconds
     w.selector.calibrate(points())
     assert w.selector.outlooks(w.view(4))[0].seconds == pytest.approx(price(OFF, w.view(4)).total, rel=0.05) != before
+
+
+@pytest.mark.parametrize("offered", [(OFF,), (OFF, CHAINS[0]), (OFF, CHAINS[2])], ids=lambda o: o[-1].name)
+def test_nothing_is_chosen_or_checked_that_the_engine_does_not_offer(offered: tuple[DraftStrategy, ...]) -> None:
+    """The best one by far is not to be had: the choice is among the others, and learning goes on."""
+    selector = Adaptive(CHAINS, CostModel(), AcceptanceModel())
+    rng, chosen = random.Random(3), Counter[str]()
+    for _ in range(400):
+        view = RoundView(4, 2000, offered=offered)
+        strategy = selector.choose(view).strategy
+        chosen[strategy.name] += 1
+        selector.record(outcome(strategy, view, (0.9,) * strategy.depth, price(strategy, view).total, rng))
+    assert chosen.keys() <= {s.name for s in offered}
+    assert chosen[offered[-1].name] > 350, "what is offered and pays is found"

@@ -106,3 +106,14 @@ def test_the_same_seed_chooses_the_same() -> None:
         return [next(iter(play(selector, dict.fromkeys(NAMES, 1.0), 1))) for _ in range(50)]
 
     assert sequence(3) == sequence(3) != sequence(4)
+
+
+def test_an_arm_that_is_not_offered_is_neither_tried_nor_explored() -> None:
+    offered = (OFF, draft_strategy(ARMS[2]))
+    for epsilon in (0.0, 1.0):
+        selector, chosen = make(epsilon=epsilon), Counter[str]()
+        for _ in range(60):
+            s = selector.choose(RoundView(3, 300, offered=offered)).strategy
+            chosen[s.name] += 1
+            selector.record(outcome(s, 3, 0, 1.0))
+        assert chosen.keys() == {s.name for s in offered}
