@@ -156,7 +156,7 @@ def test_did_you_mean(override: str, meant: str) -> None:
 REAL_KEYS = sorted(
     path
     for _, path in all_keys()
-    if ".buckets" not in path
+    if not any(part in path for part in (".buckets", ".slots", ".selector.strategies"))
     and not path.endswith((".type", ".path", ".on_bad_row", ".epsilon", ".window", ".tp", ".id"))
 )
 
