@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deploy.cli_explain import explain
-from deploy.cli_gain import bench_gain, gain
+from deploy.cli_files import add_commands
 from deploy.cli_k8s import k8s_app
 from deploy.cli_shared import config_of, errors_told, interrupt_on_sigterm, training_config
 
@@ -32,9 +31,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
 app.add_typer(k8s_app, name="k8s")
-app.command()(explain)
-app.command()(gain)
-bench_app.command("gain")(bench_gain)
+add_commands(app, bench_app)
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset.")]
 Settings = Annotated[

@@ -12,7 +12,8 @@ WINDOW_TRIES, WINDOW_ROUNDS = 1000.0, 400.0  # what is remembered, whichever end
 WANDERS = 20_000.0  # without a round of its own, what n rounds ago was known is worth this / n tries at most
 _QUICK_TRIES, _QUICK_ROUNDS = 96.0, 24.0
 _JUMP = 4.0  # standard deviations between the quick and the long window that are no chance
-_DOUBT = 3.0  # tries that are left of a position's memory when its drafter changed
+_AFTER_JUMP = 12.0  # tries that are left then, of the quick window, which holds some from before as well
+_DOUBT = 1.0  # tries that are left of a position's memory when its drafter changed
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class Track:
 
     def __init__(self) -> None:
         self._long, self._quick = Counts(), Counts()
-        self._round = 0
+        self._round, self._first = 0, PRIOR_MEAN
 
     def observe(self, accepted: Sequence[float], opportunities: Sequence[float], now: int) -> None:
         """`now`: number of the round, of all kinds."""
@@ -64,10 +65,13 @@ class Track:
         self._long.add(accepted, opportunities, math.exp(-tries / WINDOW_TRIES - 1 / WINDOW_ROUNDS))
         self._quick.add(accepted, opportunities, math.exp(-tries / _QUICK_TRIES - 1 / _QUICK_ROUNDS))
         if abs(self._surprise()) > _JUMP:
-            self._long = Counts(list(self._quick.accepted), list(self._quick.opportunities))
+            self._long, self._quick = self._quick, Counts()
+            self._long.shrink(_AFTER_JUMP)
 
     def doubt(self) -> None:
-        """The drafter is another one now: its rates are a guess at best."""
+        """The drafter is another one now: its rates are a guess at best, hardly a worse one than before."""
+        if self.tries > 0:
+            self._first = max(PRIOR_MEAN, self._long.accepted[0] / self._long.opportunities[0])
         self._long.shrink(_DOUBT)
         self._quick = Counts()
 
@@ -88,7 +92,7 @@ class Track:
     ) -> tuple[list[float], list[float]]:
         """Means and standard deviations by position: Beta posteriors. `prior`: the rates to start from, with `weight`
         tries; or the number of positions, each of which then starts from the one before."""
-        idle, before = max(0, now - self._round), PRIOR_MEAN / NEXT_POSITION
+        idle, before = max(0, now - self._round), self._first / NEXT_POSITION
         means, deviations = list[float](), list[float]()
         for k in range(prior if isinstance(prior, int) else len(prior)):
             seen = self._long.opportunities[k] if k < len(self._long.opportunities) else 0.0

@@ -26,10 +26,11 @@ from services.speculation.lifetime import Lifetime
 from services.speculation.round import Choice, RoundOutcome, RoundView
 from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 
-STANDS_FOR = 4  # rounds that a choice stands for while no request comes or goes
-CHECK_GAP = 4  # rounds between two checks
-_CREDIT = 4.0  # rounds whose time may be spent on checks to begin with, and saved up for them later
-_DEVIATIONS = 1.0  # beside the mean, of tokens and of seconds, that count as plausible
+STANDS_FOR = 8  # rounds that a choice stands for while no request comes or goes: deciding costs time, too
+CHECK_GAP = 6  # rounds between two checks
+_CREDIT, _MOST_CREDIT = 4.0, 8.0  # rounds whose time is there for checks at first and with a new drafter; at most
+_WASTED = 0.5  # of catching up for a check: if the strategy pays, it had to be done anyway
+_TOKENS_BESIDE, _SECONDS_BESIDE = 2.0, 1.0  # standard deviations beside the mean that count as plausible
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +59,12 @@ class Adaptive:
         self._check_share, self._margin = check_share, margin
         self._life = Lifetime()
         self._round = 0
+        self._drafter_version: int | None = None
         self._choice: Choice | None = None  # that stands
         self._held: DraftStrategy | None = None  # the best so far, checks aside
         self._chosen_for, self._chosen_at = (0, 0), 0
         self._checked_at = -CHECK_GAP
-        self._credit_s = math.nan
+        self._credit_s, self._news = 0.0, True
         self._used: dict[str, int] = {}
 
     @classmethod
@@ -91,9 +93,9 @@ class Adaptive:
         self._life.observe(outcome)
         self._used[outcome.strategy.name] = self._round
         took = outcome.seconds.total
-        if math.isnan(self._credit_s):
-            self._credit_s = _CREDIT * took
-        self._credit_s = min(self._credit_s + self._check_share * took, _CREDIT * took)
+        if self._news:
+            self._credit_s, self._news = self._credit_s + _CREDIT * took, False
+        self._credit_s = min(self._credit_s + self._check_share * took, _MOST_CREDIT * took)
 
     def outlooks(self, view: RoundView) -> list[Outlook]:
         """What each strategy promises, OFF first. Without a drafter, those that need none."""
@@ -107,21 +109,27 @@ class Adaptive:
         reason = "most tokens per second expected"
         if held is not None and held is not best and best.score <= held.score * (1 + self._margin):
             best, reason = held, "kept: no other gains enough"
+        self._held = best.strategy
         check = self._check(outlooks, best, view)
         if check is not None:
             return Choice(check.strategy, "checks whether it pays", check.score, outlooks[0].score)
-        self._held = best.strategy
         if best.strategy.is_off and reason.startswith("most"):
             reason = "drafts cost more than they bring"
         return Choice(best.strategy, reason, best.score, outlooks[0].score)
 
     def _outlook(self, strategy: DraftStrategy, view: RoundView) -> Outlook:
-        tokens = self.acceptance.tokens(strategy, view)
-        usual = min(view.context_tokens, round(view.running * tokens))  # a round behind is what it always is
-        stages = self.costs.seconds(strategy, replace(view, behind_tokens=usual))
-        catching_up = max(0.0, self.costs.seconds(strategy, view).extend - stages.extend)
-        seconds = stages.total + catching_up / max(1.0, self._life.tokens / tokens)
+        tokens, stages = self.acceptance.tokens(strategy, view), self.costs.seconds(strategy, view)
+        catching_up = self._catching_up(strategy, stages.extend, view, tokens)
+        # the first round pays all of it, for as many rounds as its requests live
+        seconds = stages.total - catching_up * (1 - 1 / max(1.0, self._life.tokens / tokens))
         return Outlook(strategy, tokens, seconds, view.running * tokens / max(seconds, 1e-9))
+
+    def _catching_up(self, strategy: DraftStrategy, extend_s: float, view: RoundView, tokens: float) -> float:
+        """Seconds of `extend_s` beyond what extending costs with the drafter one round behind, as it is in use."""
+        if strategy.drafter not in NETWORK:
+            return 0.0
+        usual = replace(view, behind_tokens=min(view.context_tokens, round(view.running * tokens)))
+        return max(0.0, extend_s - self.costs.seconds(strategy, usual).extend)
 
     def _check(self, outlooks: Sequence[Outlook], best: Outlook, view: RoundView) -> Outlook | None:
         """Of the strategies that might be better, the one that was not seen for longest, if it can be paid for."""
@@ -141,11 +149,13 @@ class Adaptive:
         return chosen
 
     def _loss(self, other: Outlook, best: Outlook, view: RoundView) -> float:
-        """Seconds that a round with `other` is expected to lose against the best one, all its catching up included."""
-        return self.costs.seconds(other.strategy, view).total - view.running * other.tokens / best.score
+        """Seconds that a round with `other` is expected to lose against the best one."""
+        stages = self.costs.seconds(other.strategy, view)
+        catching_up = self._catching_up(other.strategy, stages.extend, view, other.tokens)
+        return stages.total - (1 - _WASTED) * catching_up - view.running * other.tokens / best.score
 
     def _may_beat(self, other: Outlook, best: Outlook, view: RoundView) -> bool:
-        """Whether `other` is better if its tokens and seconds lie a deviation to its favour. Where the best one is
+        """Whether `other` is better if its tokens and seconds lie as far beside as is plausible. Where the best one is
         accepted by the same law, its own tokens move along, up or down."""
         model, shared = self.acceptance, self.acceptance.shares(other.strategy, best.strategy)
 
@@ -153,10 +163,12 @@ class Adaptive:
             gain = model.tokens_at(other.strategy, view, deviations) / other.tokens
             return gain / (model.tokens_at(best.strategy, view, deviations) / best.tokens) if shared else gain
 
-        most = max(lift(_DEVIATIONS), lift(-_DEVIATIONS)) if shared else lift(_DEVIATIONS)
-        cheaper = math.exp(_DEVIATIONS * self.costs.spread(other.strategy, view))
+        most = max(lift(_TOKENS_BESIDE), lift(-_TOKENS_BESIDE)) if shared else lift(_TOKENS_BESIDE)
+        cheaper = math.exp(_SECONDS_BESIDE * self.costs.spread(other.strategy, view))
         return other.score * most * cheaper > best.score * (1 + self._margin)
 
     def _note_drafter(self, view: RoundView) -> None:
-        if view.drafter_version != self._chosen_for[1] and self._choice is not None:
+        if view.drafter_version != self._drafter_version and self._drafter_version is not None:
             self.acceptance.drafter_changed()
+            self._news = True
+        self._drafter_version = view.drafter_version

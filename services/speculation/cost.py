@@ -17,7 +17,7 @@ from services.speculation.strategy import DraftStrategy
 
 ROUND_NOISE = 0.05  # relative, of one round's time
 _KEEP, _RECENT = 50, 12  # rounds that a bucket's and a strategy's factor remember
-_FIRST_STEP, _STEP = 0.7, 0.15  # the most that one round moves an estimate towards, in logarithms: outliers stay small
+_STEP = 0.15  # the least that a round may lie beside the estimate, in logarithms, to count in full
 _OWN_RANGE = 0.01  # a bucket spans batch sizes and contexts: its factor is never known better
 _LEAST_SPREAD = 0.15  # of a table's prediction at a place that was not measured
 _SHARED = 0.5  # how much of a common factor a measured table's unseen strategies take over
@@ -30,15 +30,20 @@ def batch_bucket(running: int) -> int:
 
 @dataclass(slots=True)
 class _Factor:
-    """A running mean of log(measured / predicted) that forgets slowly. `weight`: rounds it rests on."""
+    """A running mean of log(measured / predicted) that forgets slowly. `weight`: rounds it rests on. A round far beside
+    it counts as one at the edge of what is usual, `_STEP` or twice the mean distance: one outlier moves little, rounds
+    that all lie far away widen what is usual and are followed."""
 
     mean: float
     weight: float = 0.0
+    distance: float = 4 * _STEP
 
     def tell(self, value: float, keep: int) -> None:
-        limit = _STEP if self.weight >= 3 else _FIRST_STEP
+        beside = value - self.mean
+        limit = max(_STEP, 2 * self.distance)
         self.weight = min(self.weight + 1, keep)
-        self.mean += max(-limit, min(limit, value - self.mean)) / (self.weight + 0.5)
+        self.mean += max(-limit, min(limit, beside)) / (self.weight + 0.5)
+        self.distance += (min(abs(beside), 2 * limit) - self.distance) / 4
 
 
 class CostModel:

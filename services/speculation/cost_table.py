@@ -126,7 +126,7 @@ class CostTable:
             tree = json.loads(text)
             assert tree["format"] == _FORMAT
             return cls({str(k): float(v) for k, v in tree["terms"].items()}, tuple(tree["knots"]), tree["spread"])
-        except (ValueError, KeyError, TypeError, AssertionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise DataError("not a cost table of this version: measure again with `longtail bench costs`") from error
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.config.load import dump_config, load_config
 from services.config.schema import ClusterConfig, FileData, NativeEngine, ReasoningGymData, SGLangEngine
-from services.config.speculation import EpsilonGreedySelector, StrategyConfig
+from services.config.speculation import BucketSelector, StrategyConfig
 from services.config.tree import all_keys
 from services.core.errors import ConfigError
 
@@ -125,8 +125,8 @@ def test_an_unknown_variant_lists_the_known_ones() -> None:
 
 def test_variant_tags_do_not_appear_in_paths() -> None:
     assert mistake("rollout.engine.max_running=0").startswith("rollout.engine.max_running = 0 must be greater")
-    assert mistake("speculation.selector.type=epsilon_greedy").startswith("speculation.selector.buckets is missing")
-    text = mistake("speculation.selector={type: epsilon_greedy, buckets: [{strategies: [{drafter: egle}]}]}")
+    assert mistake("speculation.selector.type=beg_mab").startswith("speculation.selector.buckets is missing")
+    text = mistake("speculation.selector={type: beg_mab, buckets: [{strategies: [{drafter: egle}]}]}")
     assert text.startswith("speculation.selector.buckets.0.strategies.0.drafter = 'egle' must be")
     assert "did you mean eagle?" in text
 
@@ -156,7 +156,7 @@ def test_did_you_mean(override: str, meant: str) -> None:
 REAL_KEYS = sorted(
     path
     for _, path in all_keys()
-    if ".buckets" not in path
+    if not any(part in path for part in (".buckets", ".slots", ".selector.strategies"))
     and not path.endswith((".type", ".path", ".on_bad_row", ".epsilon", ".window", ".tp", ".id"))
 )
 
@@ -294,7 +294,7 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
         ),
         (["speculation.selector.strategy.depth=2"], "drafts nothing", "leave depth and num_draft_tokens out"),
         (
-            ["speculation.selector={type: epsilon_greedy, buckets: [{min_running: 2, strategies: [{}]}]}"],
+            ["speculation.selector={type: beg_mab, buckets: [{min_running: 2, strategies: [{}]}]}"],
             "must start at min_running 1",
             "grow strictly",
         ),
@@ -369,7 +369,7 @@ def test_a_dumped_configuration_loads_equal(
     [
         [
             "data.source={type: file, path: p.parquet, on_bad_row: skip}",
-            "speculation.selector={type: epsilon_greedy, buckets: [{strategies: [{}]}, "
+            "speculation.selector={type: beg_mab, buckets: [{strategies: [{}]}, "
             "{min_running: 5, strategies: [{drafter: suffix, depth: 2, num_draft_tokens: 3}]}]}",
         ],
         [
@@ -383,6 +383,6 @@ def test_a_dumped_configuration_loads_equal(
 )
 def test_every_variant_survives_the_round_trip(tmp_path: Path, overrides: list[str]) -> None:
     config = load_config(overrides=overrides)
-    several = isinstance(config.speculation.selector, EpsilonGreedySelector)
+    several = isinstance(config.speculation.selector, BucketSelector)
     assert several != isinstance(config.rollout.engine, SGLangEngine)
     assert load_config(written(tmp_path, "dumped.yaml", dump_config(config))) == config

@@ -62,10 +62,7 @@ def test_what_sglang_runs(chosen: str, method: str) -> None:
             "set sampled: false in the strategy",
         ),
         (
-            [
-                "speculation.selector={type: epsilon_greedy, buckets: "
-                "[{strategies: [{}]}, {min_running: 4, strategies: [{}]}]}"
-            ],
+            ["speculation.selector={type: beg_mab, buckets: [{strategies: [{}]}, {min_running: 4, strategies: [{}]}]}"],
             "runs one strategy from its start",
             "set speculation.selector.type: fixed",
         ),

@@ -10,7 +10,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.config.speculation import Bucket, EpsilonGreedySelector, SpeculationConfig, StrategyConfig
+from services.config.naming import strategy_name
+from services.config.speculation import (
+    AdaptiveSelector,
+    Bucket,
+    BucketSelector,
+    DepthSlot,
+    EmaSelector,
+    SpeculationConfig,
+    StrategyConfig,
+)
 from services.core.types import FinishReason, SamplingParams
 from services.speculation.selector import make_selector
 from services.speculation.strategy import OFF, DraftStrategy
@@ -217,20 +226,36 @@ def test_every_batch_size_with_a_switch_of_strategy_every_round(batch: int) -> N
         assert o.seconds.total > 0 and (o.seconds.extend > 0) <= (o.strategy.drafter == "eagle")
 
 
+ARMS = tuple(
+    StrategyConfig(drafter=s.drafter, depth=s.depth, topk=s.topk, num_draft_tokens=s.num_draft_tokens)
+    for s in (OFF, CHAINS[2], TREES[1], SUFFIX[0])
+)
+
+
+@pytest.mark.parametrize(
+    "selector",
+    [
+        AdaptiveSelector(strategies=ARMS, check_share=0.5),
+        BucketSelector(epsilon=0.3, buckets=(Bucket(strategies=ARMS), Bucket(min_running=4, strategies=ARMS[:2]))),
+        EmaSelector(slots=(DepthSlot(depths=(0, 1, 3)),), warmup_rounds=0, update_interval=1),
+    ],
+    ids=lambda s: s.type,
+)
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_epsilon_greedy_selector(kind: str) -> None:
-    arms = tuple(
-        StrategyConfig(drafter=s.drafter, depth=s.depth, topk=s.topk, num_draft_tokens=s.num_draft_tokens)
-        for s in (OFF, CHAINS[2], TREES[1], SUFFIX[0])
-    )
-    buckets = (Bucket(strategies=arms), Bucket(min_running=4, strategies=arms[:2]))
-    config = SpeculationConfig(selector=EpsilonGreedySelector(epsilon=0.3, buckets=buckets))
-    model = target(kind)
+def test_selectors_that_learn(kind: str, selector: AdaptiveSelector | BucketSelector | EmaSelector) -> None:
+    model, config = target(kind), SpeculationConfig(selector=selector)
     engine = make_engine(model, make_selector(config, random.Random(1)), random_drafter(spec_of(model)))
     found = finish(engine, ragged_work(kind, 6, seed=4))
     check_all(model, found)
     used = {name for r in found.values() for name in r.acceptance.steps_by_strategy}
-    assert {"off", CHAINS[2].name} <= used
+    assert len(used) > 1 and used <= {strategy_name(s) for s in config.strategies}
+
+
+def test_without_a_drafter_nothing_is_drafted_with_it() -> None:
+    config = SpeculationConfig(selector=AdaptiveSelector(strategies=ARMS))
+    engine = make_engine(target("llama"), make_selector(config, random.Random(1)))
+    found = finish(engine, ragged_work("llama", 3))
+    assert {name for r in found.values() for name in r.acceptance.steps_by_strategy} <= {"off", SUFFIX[0].name}
 
 
 def test_a_strategy_that_finds_nothing_to_draft_is_scored_all_the_same() -> None:

@@ -203,8 +203,16 @@ def test_an_event_or_phase_of_another_name_is_other() -> None:
 def test_buckets_are_named_by_their_range() -> None:
     strategy = {"drafter": "eagle", "depth": 2, "topk": 1, "num_draft_tokens": 3}
     buckets = [{"min_running": 1, "strategies": [strategy]}, {"min_running": 17, "strategies": [{"drafter": "off"}]}]
-    m = metrics(speculation={"selector": {"type": "epsilon_greedy", "buckets": buckets}})
+    m = metrics(speculation={"selector": {"type": "beg_mab", "buckets": buckets}})
     keys = {key for key in m.read()[0] if key.startswith("longtail_verify_steps_total|")}
     assert keys == {
         f"longtail_verify_steps_total|{s}|{b}" for s in ("off", "eagle_2_1_3", "other") for b in ("1-16", "17+")
     }
+
+
+def test_a_selector_without_ranges_is_shown_by_octaves() -> None:
+    chain = {"drafter": "eagle", "depth": 2, "topk": 1, "num_draft_tokens": 3}
+    m = metrics(speculation={"selector": {"type": "adaptive", "strategies": [chain]}})
+    keys = {tuple(key.split("|")[1:]) for key in m.read()[0] if key.startswith("longtail_verify_steps_total|")}
+    assert {strategy for strategy, _ in keys} == {"off", "eagle_2_1_3", "other"}
+    assert {bucket for _, bucket in keys} == {"1-1", "2-2", "3-4", "5-8", "9-16", "17-32", "33-64", "65+"}
