@@ -12,9 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deploy.cli_bench_gpu import add_gpu_benches
-from deploy.cli_costs import bench_costs, bench_selector
-from deploy.cli_explain import explain
+from deploy.cli_files import add_commands
 from deploy.cli_k8s import k8s_app
 from deploy.cli_shared import config_of, errors_told, interrupt_on_sigterm, training_config
 
@@ -33,10 +31,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
 app.add_typer(k8s_app, name="k8s")
-app.command()(explain)
-bench_app.command("selector")(bench_selector)
-bench_app.command("costs")(bench_costs)
-add_gpu_benches(bench_app)
+add_commands(app, bench_app)
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset.")]
 Settings = Annotated[

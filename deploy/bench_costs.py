@@ -27,33 +27,39 @@ from services.rollout.calibrate import Limits, measure_costs
 from services.rollout.native import EngineOptions, NativeEngine
 from services.speculation.cost_table import CostPoint, CostTable
 from services.speculation.selector import Fixed
-from services.speculation.strategy import OFF
+from services.speculation.strategy import OFF, DraftStrategy
 from services.speculation.suffix_index import SuffixIndex
 
 MAX_RUNNING, MAX_LEN = 64, 896
 
 
-def run_bench(config: ClusterConfig, seconds: float = 60.0, say: Callable[[str], None] = print) -> dict[str, Any]:
+def measured(
+    config: ClusterConfig, strategies: Sequence[DraftStrategy], max_running: int, max_len: int, seconds: float
+) -> list[CostPoint]:
+    """Rounds of the native engine with the config's model and drafter, on this machine, one thread."""
     torch.set_num_threads(1)  # as a rollout server runs
     folder, device = model_dir(config.model.path), pick_device(config.model.device)
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     spec = model_spec(read_config(folder))
-    options = EngineOptions(
-        MAX_RUNNING, MAX_LEN, max(s.num_draft_tokens for s in STRATEGIES), suffix_index=SuffixIndex(10**5)
-    )
+    nodes = max(s.num_draft_tokens for s in strategies)
+    options = EngineOptions(max_running, max_len, nodes, suffix_index=SuffixIndex(10**5))
     target = TargetModel(spec, options.max_len + options.spare_columns, device, torch.float32)
     engine = NativeEngine(target, options, Fixed(OFF), lambda ids: "", clock)
     engine.load_policy(0, read_tensors(folder))
     method = drafter_method(config.drafter, spec)
     engine.load_drafter(0, read_drafter(drafter_dir(config.model.path, method.name), method))
-    limits = Limits(MAX_RUNNING, MAX_LEN, spec.vocab_size, config.rollout.sampling.temperature)
-    points = measure_costs(engine, STRATEGIES, limits, clock, seconds)
+    limits = Limits(max_running, max_len, spec.vocab_size, config.rollout.sampling.temperature)
+    return measure_costs(engine, strategies, limits, clock, seconds)
+
+
+def run_bench(config: ClusterConfig, seconds: float = 60.0, say: Callable[[str], None] = print) -> dict[str, Any]:
+    points = measured(config, STRATEGIES, MAX_RUNNING, MAX_LEN, seconds)
     table = CostTable.fit(points)
     say(_text(points, table))
     return {
         "bench": "costs",
         **provenance(),
-        "grown": read_grown(folder),
+        "grown": read_grown(model_dir(config.model.path)),
         "threads": 1,
         "seconds": seconds,
         "spread": round(table.spread, 4),

@@ -42,11 +42,6 @@ def bench_graphs(config: Config = "reasoner-adaptive", settings: Settings = None
         _end(run_bench(resolved), as_json)
 
 
-def add_gpu_benches(app: typer.Typer) -> None:
-    app.command("tailed")(bench_tailed)
-    app.command("graphs")(bench_graphs)
-
-
 def _end(result: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(result))

@@ -12,7 +12,7 @@ from deploy.replay import Law, Step
 # target's own rollouts up to 0.9.
 GOOD, POSITIONS, FALL = 0.78, 12, 0.97
 SUFFIX_FIRST, SUFFIX_NEXT = (0.1, 0.3), 0.65  # from nothing known of the group to siblings that ended
-MEDIAN_TOKENS, SIGMA, LONGEST = 250, 1.0, 3000
+MEDIAN_TOKENS, SIGMA, LONGEST = 220, 1.0, 3000
 
 
 def law(first: float, ended: float, version: int = 0) -> Law:

@@ -86,7 +86,7 @@ class EmaSelector(Section):
     alpha: float = Field(0.2, gt=0, le=1)
     update_interval: int = Field(5, ge=1)
     warmup_rounds: int = Field(10, ge=0)
-    sampled: bool = True
+    sampled_drafts: bool = True
 
     @model_validator(mode="after")
     def _ordered(self) -> EmaSelector:
@@ -96,7 +96,7 @@ class EmaSelector(Section):
     @property
     def strategies(self) -> tuple[StrategyConfig, ...]:
         depths = sorted({d for s in self.slots for d in s.depths})
-        return tuple(StrategyConfig() if d == 0 else eagle_chain(d, self.sampled) for d in depths)
+        return tuple(StrategyConfig() if d == 0 else eagle_chain(d, self.sampled_drafts) for d in depths)
 
 
 def eagle_chain(depth: int, sampled: bool = True) -> StrategyConfig:

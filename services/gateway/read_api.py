@@ -19,6 +19,7 @@ from services.gateway.schema import (
     RunList,
     Spans,
     Steps,
+    Strategies,
     Versions,
 )
 from services.gateway.settings import Settings
@@ -98,6 +99,11 @@ def read_router(source: RunSource, settings: Settings, controlled: bool) -> APIR
     async def list_versions(run_id: RunIdPath, if_none_match: IfNoneMatch = None) -> Response:
         """Which policy and which drafter version was published when."""
         return answer(await readings.of_run(run_id, ("versions",), lambda run: run.versions), if_none_match)
+
+    @router.get("/runs/{run_id}/strategies", responses=UNKNOWN, response_model=Strategies)
+    async def get_strategies(run_id: RunIdPath, if_none_match: IfNoneMatch = None) -> Response:
+        """Which draft strategy runs at how many requests, and why."""
+        return answer(await readings.of_run(run_id, ("strategies",), lambda run: run.strategies), if_none_match)
 
     @router.get("/runs/{run_id}/lengths", responses=UNKNOWN, response_model=Lengths)
     async def get_lengths(

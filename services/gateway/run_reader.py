@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -22,15 +23,20 @@ from services.gateway.schema import (
     Span,
     Status,
     Step,
+    Strategies,
+    StrategyBucket,
+    StrategyStretch,
     Totals,
     Version,
     Versions,
 )
 from services.report.records import Row, number, read_json
+from services.report.strategies import by_bucket, of_steps, sentences, spans_of_rows
 
 SILENT_S = 20.0  # a living run gives a sign every five seconds
 STARTING_S = 1800.0  # engines that compile their kernels take long until the first one
 ENDED = ("finished", "stopped", "failed")
+STRETCHES = 4000  # the latest ones, that say which strategy runs
 SERVICE_PHASES = ("policy", "reward")  # rows of the timeline that hold no slot
 
 
@@ -45,6 +51,15 @@ class RunSnapshot:
     spans: Sequence[Span]
     events: Sequence[Event]
     open_spans: tuple[OpenSpan, ...]
+    stretches: Sequence[StrategyStretch] = ()
+
+    @property
+    def strategies(self) -> Strategies:
+        told = spans_of_rows([row.model_dump() for row in self.stretches[-STRETCHES:]])
+        counted = of_steps(told) or told
+        steps = [step.model_dump() for step in self.steps[: self.detail.num_steps_done]]
+        rows = (StrategyBucket(running=b.name, rounds=b.rounds, share=dict(b.share)) for b in by_bucket(counted))
+        return Strategies(sentences=tuple(sentences(counted, steps)), buckets=tuple(rows))
 
     @property
     def versions(self) -> Versions:
@@ -68,6 +83,7 @@ class RunReader:
         self._evaluations = LineTail(self.path / "metrics.jsonl", Evaluation, kind="evaluation")
         self._spans = LineTail(self.path / "spans.jsonl", Span)
         self._events = LineTail(self.path / "events.jsonl", Event)
+        self._stretches = LineTail(self.path / "strategies.jsonl", StrategyStretch)
 
     def read(self, now: float) -> RunSnapshot:
         if not all(tail.read_on() for tail in self._tails()):
@@ -84,10 +100,11 @@ class RunReader:
             self._spans.rows,
             self._events.rows,
             self._open_spans(detail),
+            self._stretches.rows,
         )
 
-    def _tails(self) -> tuple[LineTail[Step], LineTail[Evaluation], LineTail[Span], LineTail[Event]]:
-        return self._steps, self._evaluations, self._spans, self._events
+    def _tails(self) -> tuple[LineTail[Any], ...]:
+        return self._steps, self._evaluations, self._spans, self._events, self._stretches
 
     def _detail(self, entry: RunEntry, progress: Row, summary: Row, now: float) -> RunDetail:
         view = _progress(progress)
@@ -109,7 +126,7 @@ class RunReader:
             num_evaluations=len(self._evaluations.rows),
             num_spans=len(self._spans.rows),
             num_events=len(self._events.rows),
-            unreadable_lines=self._steps.bad + self._evaluations.bad + self._spans.bad + self._events.bad,
+            unreadable_lines=sum(tail.bad for tail in self._tails()),
             has_report=(self.path / "report.html").is_file(),
         )
 

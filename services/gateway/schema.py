@@ -141,6 +141,8 @@ class Step(Answer):
     idle_s: float | None
     drafting_s: float | None
     energy_j: dict[str, float | None] | None = None
+    predicted_gain: float | None = None
+    achieved_gain: float | None = None
 
 
 class Steps(Answer):
@@ -184,6 +186,40 @@ class Spans(Answer):
     items: tuple[Span, ...]
     next: int
     open: tuple[OpenSpan, ...]
+
+
+class StrategyStretch(Answer):
+    """A line of strategies.jsonl."""
+
+    slot: str
+    label: str
+    strategy: str
+    reason: str
+    start_s: float
+    end_s: float
+    rounds: int
+    rounds_s: float
+    verify_steps: int
+    tokens: int
+    running_first: int
+    running_last: int
+    on_s: float | None = None
+    off_s: float | None = None
+
+
+class StrategyBucket(Answer):
+    """Rounds with so many requests running at a server, and each strategy's share of them."""
+
+    running: str
+    rounds: int
+    share: dict[str, float]
+
+
+class Strategies(Answer):
+    """Which strategy ran and why, over the latest stretches of the run: in words, and by running requests."""
+
+    sentences: tuple[str, ...]
+    buckets: tuple[StrategyBucket, ...]
 
 
 class Events(Answer):

@@ -9,6 +9,7 @@ from itertools import groupby
 from services.core.spans import StrategySpan, bucket_name, running_bucket
 from services.report.records import Row, number
 from services.report.svg import fmt
+from services.report.trace import natural
 
 STEP = "step "  # how labels of training steps begin; evaluations and the comparison have others
 _FEW = 4  # reasons told in a sentence
@@ -175,6 +176,7 @@ def _gain(spans: Sequence[StrategySpan], steps: Sequence[Row]) -> list[str]:
         f"By the selector's figures for OFF, plain decoding would have taken {fmt(gain)} times as long for the same "
         "tokens."
     ]
+    told.append(_trust(spans))
     predicted, achieved = mean_gain(steps, "predicted_gain"), mean_gain(steps, "achieved_gain")
     if predicted is not None and achieved is not None:
         told.append(
@@ -183,3 +185,17 @@ def _gain(spans: Sequence[StrategySpan], steps: Sequence[Row]) -> list[str]:
     if lost is not None and lost >= 0.005:
         told.append(f"{percent(lost)} of the time went into stretches that were slower than OFF is expected to be.")
     return told
+
+
+def _trust(spans: Sequence[StrategySpan]) -> str:
+    """How far the figures for OFF hold, by the rounds in which OFF itself ran."""
+    known = [s for s in spans if s.predicted]
+    checked = [s for s in known if s.strategy == "off"]
+    gain = gain_of(checked)
+    if gain is None:
+        return "OFF itself never ran, so these figures are the selector's guess."
+    text = f"Where OFF itself ran it took {fmt(1 / gain)} times the seconds that the selector expected of it"
+    guessed = sorted({s.slot for s in known} - {s.slot for s in checked}, key=natural)
+    if not guessed:
+        return f"{text}."
+    return f"{text}; on {', '.join(guessed)} it never ran, and its figures there are a guess."

@@ -26,8 +26,8 @@ from services.speculation.lifetime import Lifetime
 from services.speculation.round import Choice, RoundOutcome, RoundView
 from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 
-STANDS_FOR = 4  # rounds that a choice stands for while no request comes or goes
-CHECK_GAP = 4  # rounds between two checks
+STANDS_FOR = 8  # rounds that a choice stands for while no request comes or goes: deciding costs time, too
+CHECK_GAP = 6  # rounds between two checks
 _CREDIT, _MOST_CREDIT = 4.0, 8.0  # rounds whose time is there for checks at first and with a new drafter; at most
 _WASTED = 0.5  # of catching up for a check: if the strategy pays, it had to be done anyway
 _TOKENS_BESIDE, _SECONDS_BESIDE = 2.0, 1.0  # standard deviations beside the mean that count as plausible
@@ -109,25 +109,27 @@ class Adaptive:
         reason = "most tokens per second expected"
         if held is not None and held is not best and best.score <= held.score * (1 + self._margin):
             best, reason = held, "kept: no other gains enough"
+        self._held = best.strategy
         check = self._check(outlooks, best, view)
         if check is not None:
             return Choice(check.strategy, "checks whether it pays", check.score, outlooks[0].score)
-        self._held = best.strategy
         if best.strategy.is_off and reason.startswith("most"):
             reason = "drafts cost more than they bring"
         return Choice(best.strategy, reason, best.score, outlooks[0].score)
 
     def _outlook(self, strategy: DraftStrategy, view: RoundView) -> Outlook:
-        tokens = self.acceptance.tokens(strategy, view)
-        stages = self.costs.seconds(strategy, self._usual(view, tokens))
-        catching_up = max(0.0, self.costs.seconds(strategy, view).extend - stages.extend)
-        seconds = stages.total + catching_up / max(1.0, self._life.tokens / tokens)
+        tokens, stages = self.acceptance.tokens(strategy, view), self.costs.seconds(strategy, view)
+        catching_up = self._catching_up(strategy, stages.extend, view, tokens)
+        # the first round pays all of it, for as many rounds as its requests live
+        seconds = stages.total - catching_up * (1 - 1 / max(1.0, self._life.tokens / tokens))
         return Outlook(strategy, tokens, seconds, view.running * tokens / max(seconds, 1e-9))
 
-    @staticmethod
-    def _usual(view: RoundView, tokens: float) -> RoundView:
-        """With the drafter one round behind, as it is while its strategy is used."""
-        return replace(view, behind_tokens=min(view.context_tokens, round(view.running * tokens)))
+    def _catching_up(self, strategy: DraftStrategy, extend_s: float, view: RoundView, tokens: float) -> float:
+        """Seconds of `extend_s` beyond what extending costs with the drafter one round behind, as it is in use."""
+        if strategy.drafter not in NETWORK:
+            return 0.0
+        usual = replace(view, behind_tokens=min(view.context_tokens, round(view.running * tokens)))
+        return max(0.0, extend_s - self.costs.seconds(strategy, usual).extend)
 
     def _check(self, outlooks: Sequence[Outlook], best: Outlook, view: RoundView) -> Outlook | None:
         """Of the strategies that might be better, the one that was not seen for longest, if it can be paid for."""
@@ -149,8 +151,7 @@ class Adaptive:
     def _loss(self, other: Outlook, best: Outlook, view: RoundView) -> float:
         """Seconds that a round with `other` is expected to lose against the best one."""
         stages = self.costs.seconds(other.strategy, view)
-        behind = self.costs.seconds(other.strategy, self._usual(view, other.tokens))
-        catching_up = max(0.0, stages.extend - behind.extend)
+        catching_up = self._catching_up(other.strategy, stages.extend, view, other.tokens)
         return stages.total - (1 - _WASTED) * catching_up - view.running * other.tokens / best.score
 
     def _may_beat(self, other: Outlook, best: Outlook, view: RoundView) -> bool:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.config.speculation import DepthSlot, EmaSelector, eagle_chain
+from services.config.speculation import DepthSlot, EmaSelector
 from services.speculation.round import Choice, RoundOutcome, RoundView
-from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
+from services.speculation.strategy import DraftStrategy, draft_strategy
 
 
 class _Slot:
@@ -59,9 +59,8 @@ class Ema:
     def __init__(self, config: EmaSelector) -> None:
         self._starts = [s.min_running for s in config.slots]
         self._slots = [_Slot(s, sorted(set(s.depths)), config) for s in config.slots]
-        self._chains: dict[int, DraftStrategy] = {
-            d: draft_strategy(eagle_chain(d, config.sampled)) if d else OFF for s in config.slots for d in s.depths
-        }
+        strategies = [draft_strategy(s) for s in config.strategies]
+        self._chains: dict[int, DraftStrategy] = {s.depth: s for s in strategies}
 
     def choose(self, view: RoundView) -> Choice:
         return Choice(self._chains[self._slot(view.running).depth], "as deep as drafts were accepted")

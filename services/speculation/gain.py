@@ -147,12 +147,12 @@ class _Drain:
     def _advance(self) -> None:
         """Up to the end of the next request, or MOST_TOKENS further."""
         count, context = len(self.running), self._context()
-        arm = min(self.tokens, key=lambda a: self._seconds(a, context) / self.tokens[a])
+        arm = self._best(context)
         per_round = self.tokens[arm]
         wasted = (per_round - 1) / 2
         step = min(max(0.0, self.running[0][0] + wasted - self.progress), MOST_TOKENS)
         rounds = step / per_round
-        seconds = self._catching_up(arm, context) + rounds * self._seconds(arm, context + count * step / 2)
+        seconds = self._catch_up(arm, context) + rounds * self._seconds(arm, context + count * step / 2)
         self.stretches.append(Stretch(arm.name, count, rounds, step * count, seconds))
         self.progress += step
         while self.running and self.running[0][0] + wasted <= self.progress + 1e-9:
@@ -170,13 +170,25 @@ class _Drain:
         """Of a round whose drafter is one round behind."""
         return self.costs.seconds(arm, self._view(context, len(self.running) * self.tokens[arm])).total
 
+    def _best(self, context: float) -> DraftStrategy:
+        """The least seconds per token, with what must be caught up spread over the tokens that requests still make."""
+        left = max(1.0, sum(end for end, _ in self.running) / len(self.running) - self.progress)
+
+        def price(arm: DraftStrategy) -> float:
+            return self._seconds(arm, context) / self.tokens[arm] + self._catching_up(arm, context) / left
+
+        return min(self.tokens, key=price)
+
+    def _catch_up(self, arm: DraftStrategy, context: float) -> float:
+        """Seconds, once; without a network what the drafter has not seen grows to everything."""
+        seconds = self._catching_up(arm, context)
+        self.unseen = 0.0 if arm.drafter in NETWORK else math.inf
+        return seconds
+
     def _catching_up(self, arm: DraftStrategy, context: float) -> float:
-        """Seconds, once, for what the drafter has not seen; without a network that grows to everything."""
-        if arm.drafter not in NETWORK:
-            self.unseen = math.inf
-            return 0.0
-        unseen, self.unseen = min(self.unseen, context), 0.0
-        if not unseen:
+        """Seconds that the next round takes more than one whose drafter is a round behind."""
+        unseen = min(self.unseen, context)
+        if arm.drafter not in NETWORK or not unseen:
             return 0.0
         extend = [self.costs.seconds(arm, self._view(context, behind)).extend for behind in (unseen, 0.0)]
         return extend[0] - extend[1]

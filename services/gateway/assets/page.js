@@ -16,7 +16,7 @@ const state = { windowChosen: false, run: null, detail: null, asked: 0, lengthsO
 const panel = new ControlPanel($("control"), () => state.run);
 
 function select(run) {
-  Object.assign(state, { run, detail: null, lengthsOf: null, lengths: null, since: {}, rows: { steps: [], evaluations: [], events: [] } });
+  Object.assign(state, { run, detail: null, lengthsOf: null, lengths: null, strategies: null, since: {}, rows: { steps: [], evaluations: [], events: [] } });
   timeline.reset();
 }
 
@@ -56,6 +56,8 @@ async function readRun() {
   const spans = await readRows("spans", detail.num_spans, Math.max(0, detail.num_spans - SPANS_AT_FIRST));
   if (run !== state.run || !spans) return;
   timeline.add(spans.items);
+  if (round % 5 === 1) state.strategies = await get(`/runs/${encodeURIComponent(run)}/strategies`);
+  if (run !== state.run) return;
   const last = state.rows.steps.at(-1)?.step;
   if (last !== undefined && state.lengthsOf !== last) {
     state.lengths = await get(`/runs/${encodeURIComponent(run)}/lengths`);
@@ -154,7 +156,24 @@ function drawCharts() {
     { label: "drafter", cls: "c2", points: by("drafter_version") },
   ], { title: "Versions", unit: "version", least: 1, digits: 0, whole: true, stairs: true, zero: true });
   histogram($("lengths"), state.lengths);
+  lines($("gain"), [
+    { label: "predicted", cls: "c3", points: by("predicted_gain"), dash: true },
+    { label: "achieved", cls: "c1", points: by("achieved_gain") },
+  ], { title: "Gain over plain decoding", unit: "times as fast", least: 0.2 });
   stacks($("phases"), steps);
+}
+
+function drawStrategies() {
+  const { sentences, buckets } = state.strategies ?? { sentences: [], buckets: [] };
+  const words = $("strategies").querySelector("ul"), key = sentences.join();
+  if (words.dataset.key !== key) {
+    words.dataset.key = key;
+    words.replaceChildren(...sentences.map((text) => html("li", {}, text)));
+  }
+  const names = [...new Set(buckets.flatMap((b) => Object.keys(b.share)))].sort();
+  const share = (b, name) => (b.share[name] === undefined ? "" : `${number(100 * b.share[name], 0)}\u00a0%`);
+  const rows = buckets.map((b) => [b.running, number(b.rounds, 0), ...names.map((name) => share(b, name))]);
+  fillTable($("strategies").querySelector("table"), ["running", "rounds", ...names], rows.length ? rows : [["none told yet"]]);
 }
 
 function drawEvents() {
@@ -184,6 +203,7 @@ function draw() {
   const key = [state.run, rows.steps.length, rows.evaluations.length, state.lengthsOf, innerWidth].join();
   if (key !== drawn) { drawn = key; drawCharts(); }
   drawEvents();
+  drawStrategies();
 }
 
 // ------------------------------------------------------------------ the loop

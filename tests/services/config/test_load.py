@@ -151,14 +151,13 @@ def test_did_you_mean(override: str, meant: str) -> None:
     assert meant in text
 
 
-# Paths through the default variants, where a mistaken neighbour can stand; a key inside a list has no dotted path, those
-# of two letters ("tp", "id") are not to be recognised by one of them, and of a section that another variant alone has
-# ("graphs") the section's own name is what is unknown.
+# Paths through the default variants, where a mistaken neighbour can stand; a key inside a list has no dotted path, one
+# of two letters ("tp", "id") is not to be recognised by one of them, and of a section that another variant alone has
+# ("graphs") the section itself is the unknown key.
 REAL_KEYS = sorted(
     path
     for _, path in all_keys()
-    if ".buckets" not in path
-    and ".graphs." not in path
+    if not any(part in path for part in (".buckets", ".slots", ".selector.strategies", ".graphs."))
     and not path.endswith((".type", ".path", ".on_bad_row", ".epsilon", ".window", ".tp", ".id"))
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,23 @@ def test_figures_are_those_of_the_files(client: TestClient, finished_root: Path)
     versions = only(client, f"/runs/{run_id}/versions")
     assert [v["version"] for v in versions["policy"]] == [1, 2, 3]
     assert [(v["step"], v["version"]) for v in versions["drafter"]] == [(1, 0), (2, 1)]
+
+
+def test_which_strategy_ran_is_what_the_folder_says(client: TestClient, finished_root: Path) -> None:
+    run_id = only(client, "/runs")["runs"][1]["run_id"]
+    told, kept = only(client, f"/runs/{run_id}/strategies"), lines(finished_root / run_id / "strategies.jsonl")
+    assert sum(b["rounds"] for b in told["buckets"]) == sum(s["rounds"] for s in kept) > 0
+    assert all(sum(b["share"].values()) == pytest.approx(1.0) for b in told["buckets"])
+    assert "requests running at a server" in told["sentences"][0]
+    assert only(client, f"/runs/{run_id}").get("unreadable_lines") == 0
+
+
+def test_a_run_of_an_older_version_has_no_strategies_to_tell(tmp_path: Path, finished_root: Path) -> None:
+    run_id = "older"
+    shutil.copytree(next(finished_root.iterdir()), tmp_path / run_id)
+    (tmp_path / run_id / "strategies.jsonl").unlink()
+    client = TestClient(gateway(tmp_path, fresh_s=0.0))
+    assert only(client, f"/runs/{run_id}/strategies") == {"sentences": [], "buckets": []}
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 2000])

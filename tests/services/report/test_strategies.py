@@ -74,6 +74,14 @@ def test_gain_counts_predicted_rounds_only_and_losses_are_told() -> None:
     assert "1.75 times as long" in text and "50\u00a0% of the time" in text
 
 
+def test_the_figures_for_off_are_held_against_off_itself() -> None:
+    chain, off = span(0.0, "chain", off_s=2.0, on_s=1.0), span(1.0, "off", off_s=0.5, on_s=0.5)
+    assert "OFF itself never ran" in " ".join(sentences([chain], []))
+    assert "it took 2.00 times the seconds" in " ".join(sentences([chain, off], []))
+    elsewhere = replace(chain, slot="slot 1")
+    assert "on slot 1 it never ran" in " ".join(sentences([chain, off, elsewhere], []))
+
+
 def test_predictions_are_compared_over_the_same_steps() -> None:
     steps = [
         {"rollout_s": 100.0, "predicted_gain": None, "achieved_gain": 9.0},

@@ -205,7 +205,7 @@ def with_life(tokens: int) -> Adaptive:
     w = world(rates=(0.7,) * 8)
     w.play(8, 60)
     w.selector._life._tokens, w.selector._life._ends = 64.0 * tokens, 64.0
-    w.selector._held, w.selector._credit_s = OFF, 0.0
+    w.selector._held, w.selector._choice, w.selector._credit_s = OFF, None, 0.0
     return w.selector
 
 

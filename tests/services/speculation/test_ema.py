@@ -79,4 +79,4 @@ def depths_of(config: EmaSelector) -> Iterable[int]:
 
 def test_its_strategies_are_those_of_all_ranges() -> None:
     assert list(depths_of(EmaSelector())) == [0, 1, 3, 7]
-    assert all(not s.sampled for s in EmaSelector(sampled=False).strategies if s.depth)
+    assert all(not s.sampled for s in EmaSelector(sampled_drafts=False).strategies if s.depth)

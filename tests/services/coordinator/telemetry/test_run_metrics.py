@@ -208,3 +208,11 @@ def test_buckets_are_named_by_their_range() -> None:
     assert keys == {
         f"longtail_verify_steps_total|{s}|{b}" for s in ("off", "eagle_2_1_3", "other") for b in ("1-16", "17+")
     }
+
+
+def test_a_selector_without_ranges_is_shown_by_octaves() -> None:
+    chain = {"drafter": "eagle", "depth": 2, "topk": 1, "num_draft_tokens": 3}
+    m = metrics(speculation={"selector": {"type": "adaptive", "strategies": [chain]}})
+    keys = {tuple(key.split("|")[1:]) for key in m.read()[0] if key.startswith("longtail_verify_steps_total|")}
+    assert {strategy for strategy, _ in keys} == {"off", "eagle_2_1_3", "other"}
+    assert {bucket for _, bucket in keys} == {"1-1", "2-2", "3-4", "5-8", "9-16", "17-32", "33-64", "65+"}
