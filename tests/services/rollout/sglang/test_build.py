@@ -20,7 +20,7 @@ from services.config.schema import (
     RunConfig,
     SGLangEngine,
 )
-from services.config.speculation import FixedSelector, SpeculationConfig, StrategyConfig
+from services.config.speculation import AdaptiveSelector, FixedSelector, SpeculationConfig, StrategyConfig, eagle_chain
 from services.core.errors import ConfigError, DataError
 from services.core.types import SamplingParams, ServedVersions
 from services.models.methods import drafter_method
@@ -28,6 +28,7 @@ from services.models.tokenizer import character_tokenizer
 from services.rollout.service import build_rollout_service
 from services.rollout.sglang.build import build_sglang_engine, slot_arguments
 from services.rollout.sglang.engine import SGLangEngine as Adapter
+from services.rollout.sglang.order import parse_order, switch_order
 from services.speculation.strategy import draft_strategy
 from tests.services.models.tiny import random_drafter, spec_of, tensors_of, tiny_model
 from tests.services.rollout.engines import check_all, group
@@ -186,3 +187,26 @@ def test_the_rollout_server_is_built_this_way(folder: Path) -> None:
     write_drafter(folder, "eagle3")
     with pytest.raises(ConfigError, match=r"set drafter\.method"):
         build_rollout_service(config_of(folder), 0)
+
+
+# ------------------------------------------------------------------ several strategies
+
+SEVERAL = AdaptiveSelector(strategies=(EAGLE, eagle_chain(4), eagle_chain(1)))
+
+
+def test_an_engine_that_switches_starts_with_the_deepest_chain_and_an_order(folder: Path) -> None:
+    config = config_of(folder)
+    config = config.model_copy(update={"speculation": SpeculationConfig(selector=SEVERAL)})
+    arguments = slot_arguments(config, engine_of(config), 3)
+    assert arguments["speculative_adaptive"] is True and arguments["speculative_num_steps"] == 4
+    assert arguments["speculative_num_draft_tokens"] == 5 and arguments["speculative_eagle_topk"] == 1
+    assert arguments["speculative_use_rejection_sampling"] is True, "drafts are sampled at every depth"
+    assert arguments["context_length"] == 64 + 5, "room for the deepest"
+    order = parse_order(arguments["speculative_adaptive_config"])
+    assert order == switch_order(config, engine_of(config), 3) and order is not None
+    assert order.pool.depths == (0, 1, 2, 4) and order.server == "rollout-3"
+
+
+def test_one_chain_does_not_switch(folder: Path) -> None:
+    arguments = slot_arguments(config_of(folder), engine_of(config_of(folder)), 0)
+    assert not {"speculative_adaptive", "speculative_adaptive_config"} & arguments.keys()

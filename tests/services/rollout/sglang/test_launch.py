@@ -5,20 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from services.core.errors import BatchError, ConfigError, TransferError, WaitTimeoutError, WeightError
-from services.core.types import FinishReason, SamplingParams, ServedVersions
+from services.core.types import FinishReason, SamplingParams, ServedVersions, StrategySpan
 from services.models.eagle import Eagle
 from services.models.target import target_names
 from services.rollout.service import RolloutService
 from services.rollout.sglang.engine import SGLangEngine
+from services.rollout.sglang.graphs import CapturedGraphs
 from services.rollout.sglang.handle import Update
 from services.rollout.sglang.launch import SGLangHandle, _update
 from services.rollout.sglang.loader import TORN, serve_parts
 from services.rollout.sglang.plugin import CAPTURE
+from services.rollout.sglang.switching import SWITCH
 from tests.services.models.tiny import spec_of
 from tests.services.rollout.coming import Coming
 from tests.services.rollout.engines import group, letters, strategy, ticking
@@ -430,3 +433,42 @@ def test_states_that_never_come_are_not_waited_for_for_ever(engine: Engine, hast
             RpcReqOutput(success=False, message="late")
         )
         hasty.take_states()
+
+
+# ------------------------------------------------------------------ strategies
+
+
+class Switched:
+    """A switch as far as its calls go."""
+
+    def __init__(self) -> None:
+        span = StrategySpan(1.0, 2.0, "eagle_3_1_4", "pays", 3, 0.9, 12, 30, 4, 4, 2.5, 3.0)
+        self.captured = {d: CapturedGraphs(d, 8 >> d, 3, 100 + d, 0.5) for d in (0, 3)}
+        self.forced: list[int | None] = []
+        self.decider = SimpleNamespace(force=self.forced.append, take_spans=lambda: (span,))
+
+
+def test_forced_depths_choices_and_graphs_pass_through_the_scheduler(engine: Engine, handle: SGLangHandle) -> None:
+    switch, worker = Switched(), engine.send_to_rpc.scheduler.draft_worker
+    setattr(worker, SWITCH, switch)
+    handle.force_depth(3)
+    handle.force_depth(None)
+    assert switch.forced == [3, None]
+    (span,) = handle.take_spans()
+    assert (span.strategy, span.reason, span.tokens, span.expected) == ("eagle_3_1_4", "pays", 30, 12.0)
+    with pytest.raises(ConfigError, match=r"rollout-3: depth 5 is not among the captured ones: see rollout"):
+        handle.force_depth(5)
+
+
+def test_an_engine_that_keeps_its_strategy_refuses_and_tells_nothing(engine: Engine, handle: SGLangHandle) -> None:
+    with pytest.raises(ConfigError, match="depth 0 is not among the captured ones"):
+        handle.force_depth(0)
+    assert handle.take_spans() == () and handle.graphs() == ()
+
+
+def test_choices_that_cannot_be_told_are_an_error(engine: Engine, handle: SGLangHandle) -> None:
+    engine.send_to_rpc.send = lambda message: engine.send_to_rpc.answers.append(  # type: ignore[method-assign]
+        RpcReqOutput(success=False, message="no such method")
+    )
+    with pytest.raises(BatchError, match="could not tell which strategies ran: no such method"):
+        handle.take_spans()

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from services.core.errors import ConfigError, ServiceLostError, WaitTimeoutError
+from services.rollout.sglang.order import CONFIG_FILE
 from services.rollout.sglang.plugin import PLUGIN_GROUP, PLUGIN_NAME
 from services.rollout.sglang.start import check_plugin, start_engine
 
@@ -126,6 +127,18 @@ def test_an_engine_starts_with_its_arguments(installed: None, starts: Callable[[
     starting = seen.pop("custom_sigquit_handler")
     assert seen == {**ARGUMENTS, "plugins": "longtail"}, "no other plug-in of the environment is run"
     assert signal.getsignal(signal.SIGQUIT) not in (before, starting), "in service a dead process ends the server"
+
+
+def test_an_order_to_switch_goes_in_a_file_that_every_process_can_read(
+    installed: None, starts: Callable[[Callable[..., Any]], None]
+) -> None:
+    seen: dict[str, Any] = {}
+    starts(lambda **arguments: seen.update(arguments))
+    text = '{"1": {"candidate_steps": [0, 3]}}'
+    start_engine({**ARGUMENTS, CONFIG_FILE: text}, "rollout-0", 5.0)
+    file = Path(seen[CONFIG_FILE])
+    assert file.read_text() == text, "also behind the start: SGLang reads it when it wants to"
+    file.unlink()
 
 
 def test_a_start_that_fails_leaves_no_process(installed: None, starts: Callable[[Callable[..., Any]], None]) -> None:
