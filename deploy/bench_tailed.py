@@ -32,7 +32,7 @@ from services.core.types import GroupWork, Prompt, SamplingParams
 from services.models.files import model_dir, read_grown
 
 SIGMA = 0.93  # of log lengths: at 128 rollouts the longest is 11.8 times the median
-STALLED, CONTEXT = 16, 4000  # requests, and tokens of context each, while strategies are switched
+STALLED, CONTEXT, ROOM = 16, 4000, 512  # requests, tokens of context each and behind it, while strategies are switched
 
 Runs = dict[str, list[TailRun]]
 
@@ -42,6 +42,7 @@ def run_bench(
 ) -> dict[str, Any]:
     """Prints a table; `out` takes the result and the plot. `only`: names of modes, where all do not fit one GPU."""
     modes = chosen_modes(mode_configs(config), only)
+    stall_context(config)  # refused before anything starts
     with ray_session(config):
         runs, stall = _measure(config, modes, repeats, rollouts)
     result = {
@@ -53,7 +54,8 @@ def run_bench(
         "temperature": config.rollout.sampling.temperature,
         "repeats": repeats,
         **summary(runs),
-        "switch": None if stall is None else asdict(stall) | {"on_steps": stall.on_steps, "off_steps": stall.off_steps},
+        "switch": asdict(stall)
+        | {"on_steps": stall.on_steps, "off_steps": stall.off_steps, "context": stall_context(config)},
         "runs": {mode: asdict(_middle(found)) for mode, found in runs.items()},
     }
     if out is not None:
@@ -75,7 +77,7 @@ def chosen_modes(modes: Mapping[str, ClusterConfig], only: str | None) -> dict[s
 
 def _measure(
     config: ClusterConfig, modes: Mapping[str, ClusterConfig], repeats: int, rollouts: int
-) -> tuple[Runs, SwitchStall | None]:
+) -> tuple[Runs, SwitchStall]:
     server = ray.remote(TailServer)
     share = 1.0 / len(modes)
     servers = {m: server.options(num_gpus=share, num_cpus=1).remote(c, m) for m, c in modes.items()}
@@ -113,15 +115,17 @@ def _work(repeat: int, i: int, prompt: Prompt, sampling: SamplingParams) -> Grou
     return GroupWork(f"{repeat}.{i}", prompt, (0,), (1000 * repeat + i,), sampling)
 
 
-def _stall(server: Any, config: ClusterConfig) -> SwitchStall | None:
-    """None where the engine has no room for contexts of that length."""
-    engine = config.rollout.engine
-    room = engine.max_len - CONTEXT
-    if room < 512:
-        print(f"switching is not measured: set rollout.engine.max_len to {CONTEXT + 1024}", flush=True)
-        return None
-    ids = [i for p in load_inputs(config).train for i in p.token_ids]
-    contexts = [[ids[(n * 37 + k) % len(ids)] for k in range(CONTEXT)] for n in range(STALLED)]
+def stall_context(config: ClusterConfig) -> int:
+    """Tokens of context while strategies are switched: CONTEXT, or what the engine's `max_len` leaves."""
+    context = min(CONTEXT, config.rollout.engine.max_len - ROOM)
+    if context < 1:
+        raise ConfigError(f"rollout.engine.max_len must hold {ROOM} tokens behind a context: raise it")
+    return context
+
+
+def _stall(server: Any, config: ClusterConfig) -> SwitchStall:
+    ids, context = [i for p in load_inputs(config).train for i in p.token_ids], stall_context(config)
+    contexts = [[ids[(n * 37 + k) % len(ids)] for k in range(context)] for n in range(STALLED)]
     found: SwitchStall = fetch(server.stall.remote(contexts), config.coordinator.call_timeout_s, "switching")
     return found
 
@@ -173,7 +177,9 @@ def table(result: Mapping[str, Any]) -> str:
         f"ours against {result['best_other']}: {result['ours_vs_best']:.3f}x; with at most {TAIL} unfinished requests "
         f"against off: {result['tail_vs_off']:.2f}x; {STOCK} drafts argmax tokens"
     )
-    if result["switch"]:
-        on, off = result["switch"]["on_steps"], result["switch"]["off_steps"]
-        lines.append(f"switching at {STALLED} x {CONTEXT} tokens: on costs {on:.2f} decode steps, off {off:.2f}")
+    switch = result["switch"]
+    lines.append(
+        f"switching at {STALLED} x {switch['context']} tokens: on costs {switch['on_steps']:.2f} decode steps, off "
+        f"{switch['off_steps']:.2f}"
+    )
     return "\n".join(lines)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deploy import bench_graphs
-from deploy.bench_tailed import SIGMA, chosen_modes, summary, table
+from deploy.bench_tailed import SIGMA, chosen_modes, stall_context, summary, table
 from deploy.cli_shared import config_of
 from deploy.tailed_plot import draw
 from deploy.tailed_runs import LAG, TAIL, TailRun, lognormal_lengths, run_tail, switch_stall
@@ -121,6 +121,14 @@ def test_a_configuration_without_several_strategies_is_refused(preset: str) -> N
         bench_graphs.variants(config_of(preset, []))
 
 
+def test_contexts_are_as_long_as_the_engine_allows() -> None:
+    assert stall_context(config_of("reasoner-adaptive", [])) == 1408 - 512
+    assert stall_context(config_of("reasoner-adaptive", ["rollout.engine.max_len=6000"])) == 4000
+    short = ["rollout.engine.max_len=500", "data.max_prompt_tokens=100", "rollout.sampling.max_tokens=100"]
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.max_len must hold 512 tokens"):
+        stall_context(config_of("reasoner-adaptive", short))
+
+
 def test_modes_can_be_left_out_but_for_those_that_are_compared() -> None:
     modes = mode_configs(config_of("reasoner-adaptive", []))
     assert chosen_modes(modes, None) == modes
@@ -148,7 +156,7 @@ def test_ratios_are_those_of_the_repeats() -> None:
     found = summary(runs)
     assert found["best_other"] == "eagle_3_1_4" and found["ours_vs_best"] == 1.6 and found["tail_vs_off"] == 4.0
     assert found["modes"]["off"]["seconds"] == 10 and found["modes"][OURS]["spread"] == [5, 10]
-    text = table(found | {"switch": {"on_steps": 0.5, "off_steps": 0.1}})
+    text = table(found | {"switch": {"on_steps": 0.5, "off_steps": 0.1, "context": 4000}})
     assert "1.600x" in text and "4.00x" in text and "on costs 0.50 decode steps" in text
 
 
