@@ -1,5 +1,5 @@
-"""Which strategy ran in which stretch of rounds, and why, as a record. Standard library only; part of
-`services.core.types`, which names it."""
+"""Stretches of time as records: who held a slot, and which strategy ran there and why. Standard library only; part of
+`services.core.types`, which names them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 Key = tuple[str, str, str, str, bool, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSpan:
+    """One coloured bar of the slot timeline, seconds since the start of the run."""
+
+    slot: str
+    role: str
+    start_s: float
+    end_s: float
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 from services.core.acceptance import AcceptanceStats as AcceptanceStats  # noqa: PLC0414
 from services.core.buffer import BufferView as BufferView  # noqa: PLC0414
 from services.core.partial import PartialRollout as PartialRollout  # noqa: PLC0414
+from services.core.spans import SlotSpan as SlotSpan  # noqa: PLC0414
 from services.core.spans import StrategySpan as StrategySpan  # noqa: PLC0414
 
 # ---------------------------------------------------------------------------- prompts and work
@@ -290,17 +291,6 @@ class SlotLease:
 
 
 # ---------------------------------------------------------------------------- what the run folder and the display get
-
-
-@dataclass(frozen=True, slots=True)
-class SlotSpan:
-    """One coloured bar of the slot timeline, seconds since the start of the run."""
-
-    slot: str
-    role: str
-    start_s: float
-    end_s: float
-    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
