@@ -170,7 +170,7 @@ def test_catching_up_is_no_fault_of_the_strategy() -> None:
 def test_catching_up_is_what_extending_costs_more() -> None:
     model = CostModel.fit(points())
     for n in range(20):
-        view = view_of(16, 500, 50 * n)
+        view = view_of(16, 500, 20 * n)
         told(model, chain(3), view, scaled(gpu(chain(3), view), 1.4))
     near, far = view_of(16, 500, 2), view_of(16, 500, 300)
     more = model.seconds(chain(3), far).total - model.seconds(chain(3), near).total
