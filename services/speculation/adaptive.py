@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from services.config.speculation import AdaptiveSelector
 from services.speculation.cost import CostModel
@@ -119,17 +119,17 @@ class Adaptive:
 
     def _outlook(self, strategy: DraftStrategy, view: RoundView) -> Outlook:
         tokens, stages = self.acceptance.tokens(strategy, view), self.costs.seconds(strategy, view)
-        catching_up = self._catching_up(strategy, stages.extend, view, tokens)
+        catching_up = self._catching_up(strategy, view, tokens)
         # the first round pays all of it, for as many rounds as its requests live
         seconds = stages.total - catching_up * (1 - 1 / max(1.0, self._life.tokens / tokens))
         return Outlook(strategy, tokens, seconds, view.running * tokens / max(seconds, 1e-9))
 
-    def _catching_up(self, strategy: DraftStrategy, extend_s: float, view: RoundView, tokens: float) -> float:
-        """Seconds of `extend_s` beyond what extending costs with the drafter one round behind, as it is in use."""
-        if strategy.drafter not in NETWORK:
+    def _catching_up(self, strategy: DraftStrategy, view: RoundView, tokens: float) -> float:
+        """Seconds of extending beyond those with the drafter one round behind, as it is while in use."""
+        beyond = view.behind_tokens - view.running * tokens
+        if beyond <= 0 or strategy.drafter not in NETWORK:
             return 0.0
-        usual = replace(view, behind_tokens=min(view.context_tokens, round(view.running * tokens)))
-        return max(0.0, extend_s - self.costs.seconds(strategy, usual).extend)
+        return self.costs.catching_up(strategy, view.running, beyond)
 
     def _check(self, outlooks: Sequence[Outlook], best: Outlook, view: RoundView) -> Outlook | None:
         """Of the strategies that might be better, the one that was not seen for longest, if it can be paid for."""
@@ -150,9 +150,8 @@ class Adaptive:
 
     def _loss(self, other: Outlook, best: Outlook, view: RoundView) -> float:
         """Seconds that a round with `other` is expected to lose against the best one."""
-        stages = self.costs.seconds(other.strategy, view)
-        catching_up = self._catching_up(other.strategy, stages.extend, view, other.tokens)
-        return stages.total - (1 - _WASTED) * catching_up - view.running * other.tokens / best.score
+        wanted = (1 - _WASTED) * self._catching_up(other.strategy, view, other.tokens)
+        return self.costs.seconds(other.strategy, view).total - wanted - view.running * other.tokens / best.score
 
     def _may_beat(self, other: Outlook, best: Outlook, view: RoundView) -> bool:
         """Whether `other` is better if its tokens and seconds lie as far beside as is plausible. Where the best one is
