@@ -3,7 +3,9 @@
 Hooks on SGLang 0.5.17's own adaptive depth, in its scheduler process (`plugin` registers them). Per depth SGLang holds
 a runtime state: attention backends and CUDA graphs of draft, verification and the drafter's catching up. Switching
 replaces references; no request is touched: in every state, OFF too, the drafter catches up with what a round
-committed, so its keys and values are always complete and the first round behind OFF drafts as well as any.
+committed, so its keys and values are always complete and the first round behind OFF drafts as well as any. The price
+is the drafter's layer and the LM head once more in every round of OFF; leaving it out, as SGLang can, would leave holes
+behind which nothing drafts well, since it has no way to fill them.
 
 Three faults of 0.5.17 are put right on the way. While the state of a further depth is built, SGLang overrides depth
 and batch sizes where its graph runners do not look, and they capture every batch size, and the drafter's graphs at the
@@ -73,7 +75,7 @@ class Switch:
         """The first rank's value."""
         if self._worker.ps.tp_size == 1:
             return value
-        told = torch.tensor([value])
+        told = torch.tensor([value], device="cpu")
         torch.distributed.broadcast(told, src=self._group.ranks[0], group=self._group.cpu_group)
         return int(told)
 

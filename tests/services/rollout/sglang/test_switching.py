@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise
@@ -199,6 +200,34 @@ def test_the_other_ranks_do_what_the_first_one_says(tmp_path: Path, monkeypatch:
     assert {depth for _, depth in scheduler.launched} == {3}
     assert all(histograms(r.spec_correct_drafts_histogram).keys() == {3} for r in told)
     assert json.loads(take_spans(scheduler)) == [], "the first rank tells"
+
+
+RANK = """
+import sys
+from types import SimpleNamespace
+import torch.distributed as dist
+from services.rollout.sglang.order import read_order
+from services.rollout.sglang.switching import Switch
+rank, file, order = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+group = SimpleNamespace(ranks=[0, 1], cpu_group=dist.group.WORLD)
+target = SimpleNamespace(model_runner=SimpleNamespace(tp_group=group))
+worker = SimpleNamespace(ps=SimpleNamespace(tp_rank=rank, tp_size=2), target_worker=target)
+switch = Switch(read_order(order), worker, [1, 2])
+print([switch.agreed(10 * rank + n) for n in range(3)])
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_agree_on_what_the_first_one_says(tmp_path: Path) -> None:
+    """Over the group of processes that SGLang has for its requests."""
+    command = [sys.executable, "-c", RANK]
+    arguments = [str(tmp_path / "rendezvous"), order_file(tmp_path)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), *arguments], stdout=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert told == ["[0, 1, 2]\n"] * 2
 
 
 def test_a_pause_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
