@@ -12,8 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from deploy.cli_costs import bench_costs, bench_selector
+from deploy.cli_costs import add_benches
 from deploy.cli_k8s import k8s_app
+from deploy.cli_reward import reward_app
 from deploy.cli_shared import config_of, errors_told, interrupt_on_sigterm, training_config
 
 app = typer.Typer(
@@ -31,8 +32,8 @@ app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
 app.add_typer(k8s_app, name="k8s")
-bench_app.command("selector")(bench_selector)
-bench_app.command("costs")(bench_costs)
+add_benches(bench_app)
+app.add_typer(reward_app, name="reward")
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset.")]
 Settings = Annotated[
