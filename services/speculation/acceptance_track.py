@@ -13,6 +13,7 @@ WANDERS = 20_000.0  # without a round of its own, what n rounds ago was known is
 _QUICK_TRIES, _QUICK_ROUNDS = 96.0, 24.0
 _JUMP = 4.0  # standard deviations between the quick and the long window that are no chance
 _AFTER_JUMP = 12.0  # tries that are left then, of the quick window, which holds some from before as well
+_SAME_ROUNDS = 32  # rounds without one of its own that make no difference worth computing
 _DOUBT = 1.0  # tries that are left of a position's memory when its drafter changed
 
 
@@ -51,15 +52,18 @@ class Counts:
 
 
 class Track:
-    """The acceptance of one kind of draft. `rates(depth)` are conditional: of position k among those that got there."""
+    """The acceptance of one kind of draft. Its rates are conditional: of position k among those that got there."""
 
     def __init__(self) -> None:
         self._long, self._quick = Counts(), Counts()
         self._round, self._first = 0, PRIOR_MEAN
+        self._seen = 0  # times that the memory changed
+        self._known_for, self._known = (-1, -1), (list[float](), list[float]())
 
     def observe(self, accepted: Sequence[float], opportunities: Sequence[float], now: int) -> None:
         """`now`: number of the round, of all kinds."""
         tries = opportunities[0]
+        self._seen += 1
         self._long.fade(max(0, now - self._round - 1) / WANDERS)
         self._round = now
         self._long.add(accepted, opportunities, math.exp(-tries / WINDOW_TRIES - 1 / WINDOW_ROUNDS))
@@ -72,6 +76,7 @@ class Track:
         """The drafter is another one now: its rates are a guess at best, hardly a worse one than before."""
         if self.tries > 0:
             self._first = max(PRIOR_MEAN, self._long.accepted[0] / self._long.opportunities[0])
+        self._seen += 1
         self._long.shrink(_DOUBT)
         self._quick = Counts()
 
@@ -87,22 +92,32 @@ class Track:
         other.doubt()
         return other
 
-    def rates(
-        self, now: int, prior: Sequence[float] | int, weight: float = PRIOR_WEIGHT
+    def own_rates(self, now: int, depth: int) -> tuple[list[float], list[float]]:
+        """Means and standard deviations of the first `depth` positions, each of which starts from the one before."""
+        key = (self._seen, now // _SAME_ROUNDS)
+        if self._known_for != key or len(self._known[0]) < depth:
+            self._known_for, self._known = key, self._posterior(now, depth, None, PRIOR_WEIGHT)
+        return self._known[0][:depth], self._known[1][:depth]
+
+    def rates(self, now: int, prior: Sequence[float], weight: float) -> tuple[list[float], list[float]]:
+        """The same with the rates to start from, which are worth `weight` tries."""
+        return self._posterior(now, len(prior), prior, weight)
+
+    def _posterior(
+        self, now: int, depth: int, prior: Sequence[float] | None, weight: float
     ) -> tuple[list[float], list[float]]:
-        """Means and standard deviations by position: Beta posteriors. `prior`: the rates to start from, with `weight`
-        tries; or the number of positions, each of which then starts from the one before."""
-        idle, before = max(0, now - self._round), self._first / NEXT_POSITION
+        """Of a Beta prior, by position."""
+        wandered, before = max(0, now - self._round) / WANDERS, self._first / NEXT_POSITION
         means, deviations = list[float](), list[float]()
-        for k in range(prior if isinstance(prior, int) else len(prior)):
-            seen = self._long.opportunities[k] if k < len(self._long.opportunities) else 0.0
-            keep = 1 / (1 + seen * idle / WANDERS)
-            seen, hits = (keep * seen, keep * self._long.accepted[k]) if seen else (0.0, 0.0)
-            guess = before * NEXT_POSITION if isinstance(prior, int) else prior[k]
-            mean = (hits + weight * guess) / (seen + weight)
-            means.append(mean)
-            deviations.append(math.sqrt(mean * (1 - mean) / (seen + weight + 1)))
-            before = mean
+        known, hits = self._long.opportunities, self._long.accepted
+        for k in range(depth):
+            seen = known[k] if k < len(known) else 0.0
+            keep = 1 / (1 + seen * wandered)
+            guess = before * NEXT_POSITION if prior is None else prior[k]
+            total = keep * seen + weight
+            before = ((keep * hits[k] if seen else 0.0) + weight * guess) / total
+            means.append(before)
+            deviations.append(math.sqrt(before * (1 - before) / (total + 1)))
         return means, deviations
 
     def _surprise(self) -> float:

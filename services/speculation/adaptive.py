@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from services.config.speculation import AdaptiveSelector
-from services.speculation.cost import CostModel
+from services.speculation.cost import CostModel, batch_bucket
 from services.speculation.cost_table import NETWORK, CostPoint
 from services.speculation.expectation import AcceptanceModel
 from services.speculation.lifetime import Lifetime
 from services.speculation.round import Choice, RoundOutcome, RoundView
 from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 
-STANDS_FOR = 8  # rounds that a choice stands for while no request comes or goes: deciding costs time, too
+STANDS_FOR = 8  # rounds that a choice stands for within a batch bucket: deciding costs time, too
 CHECK_GAP = 6  # rounds between two checks
 _CREDIT, _MOST_CREDIT = 4.0, 8.0  # rounds whose time is there for checks at first and with a new drafter; at most
 _WASTED = 0.5  # of catching up for a check: if the strategy pays, it had to be done anyway
@@ -79,10 +79,10 @@ class Adaptive:
     def choose(self, view: RoundView) -> Choice:
         self._round += 1
         self._note_drafter(view)
-        same = self._chosen_for == (view.running, view.drafter_version)
-        if self._choice is None or not same or self._round - self._chosen_at >= STANDS_FOR:
+        now = batch_bucket(view.running), view.drafter_version
+        if self._choice is None or now != self._chosen_for or self._round - self._chosen_at >= STANDS_FOR:
             self._choice = self._decide(view)
-            self._chosen_for, self._chosen_at = (view.running, view.drafter_version), self._round
+            self._chosen_for, self._chosen_at = now, self._round
             if self._choice.strategy != self._held:
                 self._chosen_at -= STANDS_FOR  # a check is one round
         return self._choice
@@ -119,17 +119,17 @@ class Adaptive:
 
     def _outlook(self, strategy: DraftStrategy, view: RoundView) -> Outlook:
         tokens, stages = self.acceptance.tokens(strategy, view), self.costs.seconds(strategy, view)
-        catching_up = self._catching_up(strategy, stages.extend, view, tokens)
+        catching_up = self._catching_up(strategy, view, tokens)
         # the first round pays all of it, for as many rounds as its requests live
         seconds = stages.total - catching_up * (1 - 1 / max(1.0, self._life.tokens / tokens))
         return Outlook(strategy, tokens, seconds, view.running * tokens / max(seconds, 1e-9))
 
-    def _catching_up(self, strategy: DraftStrategy, extend_s: float, view: RoundView, tokens: float) -> float:
-        """Seconds of `extend_s` beyond what extending costs with the drafter one round behind, as it is in use."""
-        if strategy.drafter not in NETWORK:
+    def _catching_up(self, strategy: DraftStrategy, view: RoundView, tokens: float) -> float:
+        """Seconds of extending beyond those with the drafter one round behind, as it is while in use."""
+        beyond = view.behind_tokens - view.running * tokens
+        if beyond <= 0 or strategy.drafter not in NETWORK:
             return 0.0
-        usual = replace(view, behind_tokens=min(view.context_tokens, round(view.running * tokens)))
-        return max(0.0, extend_s - self.costs.seconds(strategy, usual).extend)
+        return self.costs.catching_up(strategy, view.running, beyond)
 
     def _check(self, outlooks: Sequence[Outlook], best: Outlook, view: RoundView) -> Outlook | None:
         """Of the strategies that might be better, the one that was not seen for longest, if it can be paid for."""
@@ -150,9 +150,8 @@ class Adaptive:
 
     def _loss(self, other: Outlook, best: Outlook, view: RoundView) -> float:
         """Seconds that a round with `other` is expected to lose against the best one."""
-        stages = self.costs.seconds(other.strategy, view)
-        catching_up = self._catching_up(other.strategy, stages.extend, view, other.tokens)
-        return stages.total - (1 - _WASTED) * catching_up - view.running * other.tokens / best.score
+        wanted = (1 - _WASTED) * self._catching_up(other.strategy, view, other.tokens)
+        return self.costs.seconds(other.strategy, view).total - wanted - view.running * other.tokens / best.score
 
     def _may_beat(self, other: Outlook, best: Outlook, view: RoundView) -> bool:
         """Whether `other` is better if its tokens and seconds lie as far beside as is plausible. Where the best one is

@@ -53,7 +53,7 @@ class CostModel:
         """Without a table: `CostTable.typical()`, of whose scale nothing is believed."""
         self._shared = _SHARED if table else 1.0
         self.table = table or CostTable.typical()
-        self._lines: dict[tuple[DraftStrategy, int], CostLine] = {}  # the table's, by strategy and running requests
+        self._lines: dict[tuple[str, int], CostLine] = {}  # the table's, by strategy and running requests
         self._buckets: dict[tuple[str, int], _Factor] = {}
         self._strategies: dict[str, _Factor] = {}
         self._common = _Factor(0.0)
@@ -74,8 +74,12 @@ class CostModel:
     def seconds(self, strategy: DraftStrategy, view: RoundView) -> StageSeconds:
         """Expected wall seconds of a round with `strategy`, stage by stage."""
         base, factor = self._base(strategy, view), math.exp(self._log_factor(strategy.name, view.running))
-        extend = base.extend * math.exp(self._extend.mean + self._common_part())
+        extend = base.extend * self._extend_factor()
         return StageSeconds(extend, base.draft * factor, base.verify * factor, base.rest * factor)
+
+    def catching_up(self, strategy: DraftStrategy, running: int, tokens: float) -> float:
+        """What `tokens` more that the drafter has not seen add to a round, in seconds."""
+        return tokens * self._line(strategy, running).behind * self._extend_factor()
 
     def spread(self, strategy: DraftStrategy, view: RoundView) -> float:
         """Relative standard deviation of `seconds`' total."""
@@ -103,10 +107,16 @@ class CostModel:
         self._learn(outcome.strategy.name, outcome.view.running, math.log(took / predicted))
 
     def _base(self, strategy: DraftStrategy, view: RoundView) -> StageSeconds:
-        key = (strategy, view.running)
-        if key not in self._lines:
-            self._lines[key] = self.table.line(*key)
-        return self._lines[key].at(view)
+        return self._line(strategy, view.running).at(view)
+
+    def _line(self, strategy: DraftStrategy, running: int) -> CostLine:
+        found = self._lines.get((strategy.name, running))
+        if found is None:
+            found = self._lines[strategy.name, running] = self.table.line(strategy, running)
+        return found
+
+    def _extend_factor(self) -> float:
+        return math.exp(self._extend.mean + self._common_part())
 
     def _learn(self, name: str, running: int, value: float) -> None:
         key, expected = (name, batch_bucket(running)), self._log_factor(name, running)

@@ -124,16 +124,16 @@ class AcceptanceModel:
             )
         depth = _depth(strategy)
         if strategy.drafter in _BOTH:
-            prior = self._track(_chain_key(strategy, temperature)).rates(self._round, depth)[0]
+            prior, _ = self._track(_chain_key(strategy, temperature)).own_rates(self._round, depth)
             return track.rates(self._round, prior, self._trust(strategy, temperature, HYBRID_WEIGHT))
-        return track.rates(self._round, depth)
+        return track.own_rates(self._round, depth)
 
     def _trust(self, strategy: DraftStrategy, temperature: float, most: float) -> float:
         """Tries that the chain's rates are worth as a prior: no more than the chain has seen."""
         return min(most, PRIOR_WEIGHT + self._track(_chain_key(strategy, temperature)).tries)
 
     def _ranks(self, strategy: DraftStrategy, temperature: float) -> TreeRates:
-        chain, _ = self._track(_chain_key(strategy, temperature)).rates(self._round, strategy.depth)
+        chain, _ = self._track(_chain_key(strategy, temperature)).own_rates(self._round, strategy.depth)
         # rounded, so that the shape is walked again only when the rates moved
         return tree_rates(strategy.shape, tuple(round(r, 3) for r in chain))
 

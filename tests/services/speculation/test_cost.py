@@ -167,6 +167,17 @@ def test_catching_up_is_no_fault_of_the_strategy() -> None:
     assert model.seconds(chain(3), far).extend == pytest.approx(2 * gpu(chain(3), far).extend, rel=0.15)
 
 
+def test_catching_up_is_what_extending_costs_more() -> None:
+    model = CostModel.fit(points())
+    for n in range(20):
+        view = view_of(16, 500, 20 * n)
+        told(model, chain(3), view, scaled(gpu(chain(3), view), 1.4))
+    near, far = view_of(16, 500, 2), view_of(16, 500, 300)
+    more = model.seconds(chain(3), far).total - model.seconds(chain(3), near).total
+    assert model.catching_up(chain(3), 16, 16 * 298) == pytest.approx(more) and more > 0
+    assert model.catching_up(SUFFIX, 16, 1000) == 0
+
+
 def test_stages_that_were_not_timed_apart_correct_the_sum() -> None:
     model, view = CostModel.fit(points()), view_of(16, 500)
     for _ in range(30):
