@@ -32,8 +32,8 @@ app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
 app.add_typer(k8s_app, name="k8s")
-app.add_typer(reward_app, name="reward")
 add_commands(app, bench_app)
+app.add_typer(reward_app, name="reward")
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset.")]
 Settings = Annotated[

@@ -12,6 +12,11 @@ from deploy.cli_shared import config_of, errors_told
 AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
 
 
+def add_benches(bench_app: typer.Typer) -> None:
+    bench_app.command("selector")(bench_selector)
+    bench_app.command("costs")(bench_costs)
+
+
 def bench_selector(
     repeats: Annotated[int, typer.Option(min=1, help="Seeds: requests, prices and calibration differ.")] = 3,
     seed: Annotated[int, typer.Option(help="The first seed.")] = 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from deploy.cli_bench_gpu import bench_graphs, bench_tailed
-from deploy.cli_costs import bench_costs, bench_selector
+from deploy.cli_costs import add_benches
 from deploy.cli_explain import explain
 from deploy.cli_gain import bench_gain, gain
 
@@ -14,8 +14,7 @@ def add_commands(app: typer.Typer, bench: typer.Typer) -> None:
     """`bench`: the group of those that measure."""
     app.command()(explain)
     app.command()(gain)
-    bench.command("selector")(bench_selector)
-    bench.command("costs")(bench_costs)
+    add_benches(bench)
     bench.command("gain")(bench_gain)
     bench.command("tailed")(bench_tailed)
     bench.command("graphs")(bench_graphs)

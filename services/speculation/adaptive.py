@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.config.speculation import AdaptiveSelector
-from services.speculation.cost import CostModel
+from services.speculation.cost import CostModel, batch_bucket
 from services.speculation.cost_table import NETWORK, CostPoint
 from services.speculation.expectation import AcceptanceModel
 from services.speculation.lifetime import Lifetime
 from services.speculation.round import Choice, RoundOutcome, RoundView
 from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 
-STANDS_FOR = 8  # rounds that a choice stands for while no request comes or goes: deciding costs time, too
+STANDS_FOR = 8  # rounds that a choice stands for within a batch bucket: deciding costs time, too
 CHECK_GAP = 6  # rounds between two checks
 _CREDIT, _MOST_CREDIT = 4.0, 8.0  # rounds whose time is there for checks at first and with a new drafter; at most
 _WASTED = 0.5  # of catching up for a check: if the strategy pays, it had to be done anyway
@@ -79,10 +79,10 @@ class Adaptive:
     def choose(self, view: RoundView) -> Choice:
         self._round += 1
         self._note_drafter(view)
-        same = self._chosen_for == (view.running, view.drafter_version)
-        if self._choice is None or not same or self._round - self._chosen_at >= STANDS_FOR:
+        now = batch_bucket(view.running), view.drafter_version
+        if self._choice is None or now != self._chosen_for or self._round - self._chosen_at >= STANDS_FOR:
             self._choice = self._decide(view)
-            self._chosen_for, self._chosen_at = (view.running, view.drafter_version), self._round
+            self._chosen_for, self._chosen_at = now, self._round
             if self._choice.strategy != self._held:
                 self._chosen_at -= STANDS_FOR  # a check is one round
         return self._choice

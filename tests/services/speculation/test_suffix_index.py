@@ -91,3 +91,14 @@ def test_one_prompt_alone_is_bounded_too() -> None:
     assert index.num_tokens == 0 and index.propose("p", [1, 2], 2) == []
     index.observe("p", [1, 2, 3], 0)
     assert index.propose("p", [1, 2], 2) == [3]
+
+
+def test_a_forgotten_prompt_leaves_nothing_and_the_others_stay() -> None:
+    index = SuffixIndex(100, max_match=3)
+    index.observe("a", [1, 2, 3, 4, 5], 0)
+    index.observe("b", [1, 2, 7, 8], 0)
+    index.forget("a")
+    index.forget("never seen")
+    assert index.num_tokens == 4 and index.propose("a", [2, 3], 2) == [] and index.propose("b", [1, 2], 2) == [7, 8]
+    index.observe("a", [9, 9, 9], 0)
+    assert index.num_tokens == 7
