@@ -26,6 +26,7 @@ from services.reward.extract import after_thinking
 FENCE = re.compile(r"^```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 OPEN_FILES = 64
 PROCESSES = 64
+LATEST_S = 5  # after its time a sandbox is gone, whoever waits for it
 NOBODY = "65534"
 PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 FOLDER = "/tmp"
@@ -140,5 +141,7 @@ def _command(limits: SandboxConfig, timeout_s: float) -> list[str]:
     ]
     told = STARTED.strip()
     start = ["sh", "-ec", f'{mounts}; cd {FOLDER}; printf "{told}\\n" >&2; exec "$@"', "sandbox", *powerless, *bounded]
-    inside = [*apart, "--kill-child", "--mount-proc", *start, limits.python, "-I", "-"]
+    # Whoever waits may be killed before the chain has asked to die with it: then it ends by itself.
+    at_last = ["timeout", "--signal=KILL", str(math.ceil(timeout_s) + LATEST_S)]
+    inside = [*apart, "--kill-child", "--mount-proc", *start, *at_last, limits.python, "-I", "-"]
     return [*with_parent, *as_nobody, *inside]

@@ -13,7 +13,7 @@ import pytest
 from services.config.reward import SandboxConfig
 from services.core.errors import ConfigError
 from services.core.types import Reward
-from services.reward.sandbox import by_tests, check_sandbox, last_block, run
+from services.reward.sandbox import _command, by_tests, check_sandbox, last_block, run
 
 LIMITS = SandboxConfig()
 RIGHT, WRONG = Reward(1.0, True), Reward(0.0, False)
@@ -129,6 +129,20 @@ run("import time; time.sleep(600)", SandboxConfig(), 600.0)
     _until(lambda: sandboxes() <= before)
 
 
+def test_one_that_nobody_waits_for_ends_by_itself() -> None:
+    """Killed so early that no link of the chain has asked to die with its parent yet."""
+    command = [word for word in _command(LIMITS, 0.5) if word not in ("--pdeathsig", "KILL", "--kill-child")]
+    before = sandboxes()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdin is not None
+        process.stdin.write(b"import time; time.sleep(600)")
+        process.stdin.close()
+        _until(lambda: sandboxes() > before)
+        process.kill()
+    assert sandboxes() > before
+    _until(lambda: sandboxes() <= before)
+
+
 def sandboxes() -> set[int]:
     """Of our user's tree: every Python that reads its code from standard input in isolation."""
     found = set()
@@ -138,7 +152,7 @@ def sandboxes() -> set[int]:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if words[-3:-1] == [b"-I", b"-"]:
+            if words[0] == b"python3" and words[-3:-1] == [b"-I", b"-"]:
                 found.add(int(entry.name))
     return found
 
