@@ -95,7 +95,7 @@ def _cell(recorded: Recorded, trace: str, name: str, seeds: Iterable[int]) -> Ce
     rates, rounds = [], list[Round]()
     for seed in seeds:
         done = play(recorded, trace, name, seed)
-        rates.append(sum(r.tokens for r in done) / sum(r.seconds for r in done))
+        rates.append(tokens_per_s(done))
         rounds += done
     return Cell(f"{recorded.name}/{trace}", name, tuple(rates), _vs_off(rounds))
 
@@ -141,12 +141,23 @@ def calibration(prices: Prices, rng: random.Random) -> list[CostPoint]:
     return points
 
 
+def tokens_per_s(rounds: Iterable[Round]) -> float:
+    """All tokens through the time that they take at the expected pace of each batch size: were rounds simply summed up,
+    luck with the drafts of the last few requests would decide, by some per cent."""
+    tokens, expected, seconds = (defaultdict[int, float](float) for _ in range(3))
+    for r in rounds:
+        tokens[r.running] += r.tokens
+        expected[r.running] += r.expected
+        seconds[r.running] += r.seconds
+    return sum(tokens.values()) / sum(tokens[n] * seconds[n] / expected[n] for n in tokens)
+
+
 def _vs_off(rounds: Iterable[Round]) -> dict[int, float]:
-    """Tokens, by those that OFF would have brought in the same time at the same batches and contexts."""
+    """Expected tokens, by those that OFF would have brought in the same time at the same batches and contexts."""
     tokens, off_tokens = defaultdict[int, float](float), defaultdict[int, float](float)
     for r in rounds:
         start = max(b for b in BATCHES if b <= r.running)
-        tokens[start] += r.tokens
+        tokens[start] += r.expected
         off_tokens[start] += r.seconds * r.running / r.off_seconds
     return {start: tokens[start] / off_tokens[start] for start in sorted(tokens)}
 

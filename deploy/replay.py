@@ -1,8 +1,8 @@
 """A rollout engine made of recorded costs: requests with lengths, acceptance by law, rounds with prices. No device.
 
 What a selector sees of it are RoundViews and RoundOutcomes, as from an engine: accepted drafts are drawn, seconds are
-noisy (4 % and now and then a round of a multiple). The replay itself counts the mean price of each round, so that its
-tokens per second compare decisions and not luck with the noise.
+noisy (4 % and now and then a round of a multiple). The replay itself counts each round at its mean price, and knows the
+tokens that it was expected to bring, so that its tokens per second compare decisions and not luck.
 """
 
 from __future__ import annotations
@@ -107,11 +107,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Round:
-    """One round of a replay; `seconds` and `off_seconds`: mean prices of what was chosen and of OFF."""
+    """One round of a replay. `tokens` were drawn, `expected` is their mean before; `seconds` and `off_seconds`: mean
+    prices of what was chosen and of OFF."""
 
     running: int
     strategy: str
     tokens: int
+    expected: float
     seconds: float
     off_seconds: float
 
@@ -121,11 +123,12 @@ class Replay:
 
     def __init__(self, prices: Prices, steps: Sequence[Step], off: DraftStrategy, seed: int) -> None:
         self._prices, self._steps, self._off = prices, steps, off
-        self._rng = random.Random(seed)
+        self._rng, self._luck = random.Random(seed), random.Random(f"{seed}/luck")
         self._running: list[Running] = []
         self.law = steps[0].law(0.0)
         self.rounds: list[Round] = []
-        self._expected: dict[tuple[str, Law, tuple[float, ...]], float] = {}
+        self._expected: dict[tuple[str, Law, int, int], float] = {}
+        self._ended = 0  # with the number that runs it tells which do
 
     def run(self, choose: Callable[[RoundView], DraftStrategy], record: Callable[[RoundOutcome], None]) -> None:
         for step in self._steps:
@@ -138,7 +141,7 @@ class Replay:
                 self._round(choose, record)
 
     def _begin(self, step: Step, length: int) -> Running:
-        return Running(step.prompt, length, self._rng.uniform(0.85, 1.1))
+        return Running(step.prompt, length, self._luck.uniform(0.85, 1.1))
 
     def view(self) -> RoundView:
         known = sum(r.known for r in self._running)
@@ -148,10 +151,10 @@ class Replay:
     def _round(self, choose: Callable[[RoundView], DraftStrategy], record: Callable[[RoundOutcome], None]) -> None:
         view = self.view()
         strategy = choose(view)
-        mean = self._prices.seconds(strategy, view)
+        mean, expected = self._prices.seconds(strategy, view), view.running * self.expected_tokens(strategy)
         tokens, tried, accepted = self._commit(strategy)
         off = self._prices.seconds(self._off, view).total
-        self.rounds.append(Round(view.running, strategy.name, tokens, mean.total, off))
+        self.rounds.append(Round(view.running, strategy.name, tokens, expected, mean.total, off))
         noise = math.exp(self._rng.gauss(0.0, NOISE))
         if self._rng.random() < OUTLIERS:
             noise *= self._rng.uniform(*OUTLIER_FACTOR)
@@ -168,7 +171,9 @@ class Replay:
                 request.drafted = request.known
             request.done += new
             total += new
-        self._running = [r for r in self._running if r.done < r.length]
+        left = [r for r in self._running if r.done < r.length]
+        self._ended += len(self._running) - len(left)
+        self._running = left
         return total, tried, accepted
 
     def _accepted(
@@ -186,7 +191,7 @@ class Replay:
 
     def expected_tokens(self, strategy: DraftStrategy) -> float:
         """Per request, of those that run: the truth."""
-        key = (strategy.name, self.law, tuple(r.luck for r in self._running))
+        key = (strategy.name, self.law, len(self._running), self._ended)
         if key not in self._expected:
             rates = position_rates(strategy, self.law)
             found = [committed([o * min(0.99, r * q.luck) for o, r in rates]) for q in self._running]

@@ -30,7 +30,7 @@ STANDS_FOR = 8  # rounds that a choice stands for within a batch bucket: decidin
 CHECK_GAP = 6  # rounds between two checks
 _CREDIT, _MOST_CREDIT = 4.0, 8.0  # rounds whose time is there for checks at first and with a new drafter; at most
 _WASTED = 0.5  # of catching up for a check: if the strategy pays, it had to be done anyway
-_TOKENS_BESIDE, _SECONDS_BESIDE = 2.0, 1.0  # standard deviations beside the mean that count as plausible
+_TOKENS_BESIDE, _SECONDS_BESIDE = 1.0, 1.0  # standard deviations beside the mean that count as plausible
 
 
 @dataclass(frozen=True, slots=True)

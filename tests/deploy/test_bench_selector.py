@@ -5,8 +5,8 @@ import random
 import pytest
 
 import deploy.bench_selector as bench
-from deploy.bench_selector import ORACLE, OURS, STRATEGIES, Cell, play, selector_names
-from deploy.replay import Prices, Recorded, Round, read_costs
+from deploy.bench_selector import ORACLE, OURS, STRATEGIES, Cell, play, selector_names, tokens_per_s
+from deploy.replay import Prices, Recorded, Replay, Round, read_costs
 from deploy.replay_traces import TRACES, law
 from services.speculation.strategy import OFF
 
@@ -32,12 +32,16 @@ def bench_step(lengths: tuple[int, ...]):
     return Step(lengths, lambda ended: law(0.8, ended))
 
 
-def rate(rounds: list[Round]) -> float:
-    return sum(r.tokens for r in rounds) / sum(r.seconds for r in rounds)
-
-
 def test_all_selectors_run_the_same_requests(short: None, recorded: Recorded) -> None:
     totals = {name: sum(r.tokens for r in play(recorded, "short", name, 3)) for name in selector_names()}
+    lucks = []
+    for depth in (OFF, STRATEGIES[3]):
+        world = Replay(Prices(recorded.table, 0), [bench_step((9,) * 5), bench_step((7,) * 5)], OFF, 0)
+        born = []
+        world._begin = lambda step, length, begin=world._begin, born=born: born.append(begin(step, length)) or born[-1]  # type: ignore[method-assign]
+        world.run(lambda view, s=depth: s, lambda outcome: None)
+        lucks.append([request.luck for request in born])
+    assert lucks[0] == lucks[1] and len(lucks[0]) == 10, "later steps, too"
     assert len(set(totals.values())) == 1
     assert set(totals) == {ORACLE, OURS, "beg_mab", "beg_mab_32", "ema", *(s.name for s in STRATEGIES)}
 
@@ -45,9 +49,9 @@ def test_all_selectors_run_the_same_requests(short: None, recorded: Recorded) ->
 def test_the_oracle_is_ahead_of_every_fixed_strategy(short: None, recorded: Recorded) -> None:
     """Over some seeds: it knows the truth, but not what will be drawn."""
     seeds = range(4)
-    best = sum(rate(play(recorded, "short", ORACLE, s)) for s in seeds)
+    best = sum(tokens_per_s(play(recorded, "short", ORACLE, s)) for s in seeds)
     for strategy in STRATEGIES:
-        assert sum(rate(play(recorded, "short", strategy.name, s)) for s in seeds) < 1.02 * best
+        assert sum(tokens_per_s(play(recorded, "short", strategy.name, s)) for s in seeds) < 1.02 * best
 
 
 def test_a_seed_decides_everything(short: None, recorded: Recorded) -> None:
@@ -63,8 +67,20 @@ def test_the_calibration_is_wrong_and_knows_nothing_of_long_contexts(recorded: R
 
 
 def test_off_against_off_is_one_and_half_the_speed_is_half() -> None:
-    rounds = [Round(3, "off", 3, 0.01, 0.01), Round(4, "x", 4, 0.02, 0.01), Round(40, "x", 120, 0.02, 0.01)]
+    rounds = [
+        Round(3, "off", 9, 3.0, 0.01, 0.01),
+        Round(4, "x", 4, 4.0, 0.02, 0.01),
+        Round(40, "x", 9, 120.0, 0.02, 0.01),
+    ]
     assert bench._vs_off(rounds) == pytest.approx({3: 7 / 11, 33: 1.5})
+
+
+def test_luck_is_not_counted() -> None:
+    """Twice the tokens of the same decisions, drawn by luck, are no faster; as many as expected make the plain rate."""
+    lucky = [Round(1, "x", 4, 2.0, 0.01, 0.01), Round(2, "x", 2, 4.0, 0.04, 0.01)]
+    assert bench.tokens_per_s(lucky) == pytest.approx(6 / (4 * 0.005 + 2 * 0.01))
+    plain = [Round(1, "x", 2, 2.0, 0.01, 0.01), Round(2, "x", 4, 4.0, 0.04, 0.01)]
+    assert bench.tokens_per_s(plain) == pytest.approx(6 / 0.05)
 
 
 def test_the_verdict_takes_the_worst_world() -> None:
@@ -89,6 +105,6 @@ def test_ours_is_near_the_oracle_and_no_slower_than_off(table: str) -> None:
     """The targets, with room for one seed's luck."""
     for trace in ("cold", "drain"):
         found = {n: play(read_costs(table), trace, n, 0) for n in (ORACLE, OURS)}
-        assert rate(found[OURS]) > 0.92 * rate(found[ORACLE]), trace
+        assert tokens_per_s(found[OURS]) > 0.92 * tokens_per_s(found[ORACLE]), trace
         assert min(bench._vs_off(found[OURS]).values()) > 0.95, trace
     assert OFF.name in {r.strategy for r in found[OURS]}
