@@ -258,7 +258,7 @@ class ClusterConfig(Section):
 
     def _native_problems(self) -> Iterator[str]:
         drafters = {s.drafter for s in self.speculation.strategies}
-        if self.drafter.method == "eagle3" and "eagle" in drafters:
+        if self.drafter.method == "eagle3" and any(s.learned for s in self.speculation.strategies):
             yield (
                 "the native engine does not run EAGLE-3 drafters: drafter.method: eagle3 needs "
                 "rollout.engine.type: sglang; or set drafter.method: eagle"
@@ -271,8 +271,9 @@ class ClusterConfig(Section):
         if len(chosen) > 1:
             yield "an SGLang engine runs one strategy from its start: set speculation.selector.type: fixed"
         for s in chosen:
-            if s.drafter == "suffix":
-                yield "drafter 'suffix' is the native engine's: take 'ngram' with rollout.engine.type: sglang"
+            if s.searched:
+                instead = "ngram" if s.drafter == "suffix" else "eagle"
+                yield f"drafter '{s.drafter}' is the native engine's: take '{instead}' with rollout.engine.type: sglang"
             if s.drafter == "eagle" and s.sampled and s.topk > 1:
                 yield "SGLang samples drafts in chains only: set topk: 1, or sampled: false for an argmax tree"
             if s.drafter == "eagle" and s.sampled and engine.deterministic:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,6 +21,15 @@ from services.speculation.strategy import DraftStrategy
 from services.speculation.tree import TreeShape, level_order
 
 CATCH_UP_CHUNK = 128  # columns of one catch-up pass: bounds its padding and its mask
+NEAR = 16  # a row that misses at most so many entries gets them in the round's own pass over all rows
+
+
+@dataclass(frozen=True)
+class CaughtUp:
+    """`hidden` [count,H] predicts each row's hidden state behind its next token, where `ready`."""
+
+    hidden: Tensor
+    ready: list[bool]
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,12 @@ def draft_plan(shape: TreeShape, dtype: torch.dtype, device: torch.device) -> Dr
     return DraftPlan(shape, tuple(levels))
 
 
+def runs(chosen: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Neighbouring True values of bool [n] as (first, end)."""
+    edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+
+
 class EagleDrafting:
     """Holds one drafter version; embedding and LM head are the target's, read at use, so a policy load reaches both."""
 
@@ -91,9 +106,15 @@ class EagleDrafting:
 
     @torch.no_grad()
     def propose(
-        self, strategy: DraftStrategy, hidden: Tensor, sampling: SamplingTensors, uniforms: Callable[[int], Tensor]
+        self,
+        strategy: DraftStrategy,
+        hidden: Tensor,
+        drafts: Sequence[bool],
+        sampling: SamplingTensors,
+        uniforms: Callable[[int], Tensor],
     ) -> Draft:
-        """Draft for all rows from what `catch_up` gave. `uniforms(n)` gives float64 [count,n] fresh numbers."""
+        """Draft from what `catch_up` gave, for the rows that `drafts` names; the passes run on all, since rows lie
+        dense. `uniforms(n)` gives float64 [count,n] fresh numbers."""
         rows, plan = self._rows, draft_plan(strategy.shape, self._target.dtype, self._target.device)
         base = rows.base()
         numbers = uniforms(plan.shape.num_nodes - 1) if strategy.sampled else None
@@ -111,37 +132,55 @@ class EagleDrafting:
                 tokens[:, first:last] = drawn
                 if drawn_from is not None:
                     probs.append(drawn_from)
-        lengths = torch.full((rows.count,), plan.shape.num_nodes - 1, device=hidden.device)
+        lengths = torch.tensor(drafts, device=hidden.device) * (plan.shape.num_nodes - 1)
         return Draft(plan.shape, tokens[:, 1:], torch.cat(probs, 1) if probs else None, lengths)
 
-    @torch.no_grad()
-    def catch_up(self) -> Tensor:
-        """Feed the drafter all (token, target hidden state) pairs it has not seen; the output of each row's last one,
-        [count,H], predicts the hidden state behind the next token. The last entry is always run again: its output is
-        not kept."""
-        rows = self._rows
-        last = rows.lengths[: rows.count] - 2
-        assert (last >= 0).all(), "a prompt has at least two tokens here"
-        while True:
-            start = rows.drafted[: rows.count].clip(max=last)
-            missing = int((last - start).max()) + 1
-            width = min(missing, CATCH_UP_CHUNK)
-            out = self._extend(start, width)
-            rows.drafted[: rows.count] = (start + width).clip(max=last + 1)
-            if missing == width:
-                # rows that were done in an earlier chunk start at their last entry again, so every row ends here
-                end = torch.from_numpy(last - start).to(out.device)
-                return out[torch.arange(rows.count, device=out.device), end]
+    def missing(self) -> np.ndarray:
+        """Entries by row that the drafter must see before it drafts: (token, target hidden state) pairs that are new
+        to it, and the last one in any case, whose output is not kept. [count]"""
+        last = self._last()
+        return last + 1 - self._start(last)
 
-    def _extend(self, start: np.ndarray, width: int) -> Tensor:
-        """Entries start..start+width-1 of each row, padded past its end with columns that later writes cover."""
-        rows = self._rows
+    def _last(self) -> np.ndarray:
+        """The last entry of each row; -1 for a prompt of one token, which has none before its first round."""
+        return self._rows.lengths[: self._rows.count] - 2
+
+    def _start(self, last: np.ndarray) -> np.ndarray:
+        return self._rows.drafted[: self._rows.count].clip(max=last.clip(min=0))
+
+    @torch.no_grad()
+    def catch_up(self, amounts: Sequence[int] | None = None) -> CaughtUp:
+        """Feed rows that are far behind `amounts` entries each (all they miss, if None), then every row that is near
+        to its end what it misses. Rows lie dense: what would be padding in a row far behind brings it forward."""
+        rows, missing = self._rows, self.missing()
+        left = np.where(missing > NEAR, missing if amounts is None else np.asarray(amounts), 0)
+        for first, end in runs(left > 0):
+            while (most := int(left[first:end].max())) > 0:
+                width = min(most, CATCH_UP_CHUNK)
+                self._advance(first, end, width)
+                left[first:end] -= width
+        missing = self.missing()
+        ready = (missing <= NEAR) & (self._last() >= 0)
+        if not ready.any():
+            return CaughtUp(rows.hidden[: rows.count, 0], ready.tolist())
+        width = int(missing[ready].max())
+        out = self._advance(0, rows.count, width)
+        pick = torch.from_numpy((missing - 1).clip(0, width - 1)).to(out.device)
+        return CaughtUp(out[torch.arange(rows.count, device=out.device), pick], ready.tolist())
+
+    def _advance(self, first: int, end: int, width: int) -> Tensor:
+        """The next `width` entries of rows first..end-1, padded past a row's last one with columns that later writes
+        cover. Returns the outputs [end-first,width,H]."""
+        rows, last = self._rows, self._last()
+        start = self._start(last)[first:end]
         base = torch.from_numpy(start).to(self._target.device)
         at = base[:, None] + torch.arange(width, device=base.device)
-        index = rows.row_index()
+        index = rows.row_index()[first:end]
         embeds = F.embedding(rows.tokens[index, at + 1], self._target.weights.embed)
         mask = causal_tail(base, width, int(start.max()) + width, self._target.dtype)
-        return self._forward(embeds, rows.hidden[index, at], at, at, mask)
+        out = self._forward(embeds, rows.hidden[index, at], at, at, mask, first)
+        rows.drafted[first:end] = (start + width).clip(max=last[first:end] + 1)
+        return out
 
     def _run_level(self, level: Level, base: Tensor, tokens: Tensor, outputs: dict[int, Tensor]) -> None:
         """One drafter pass over the inner nodes of a level. A node of depth d sits at position base + d - 1."""
@@ -153,8 +192,10 @@ class EagleDrafting:
         out = self._forward(embeds, hidden, position, write_at, mask)
         outputs.update({node: out[:, i] for i, node in enumerate(level.inner)})
 
-    def _forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, write_at: Tensor, mask: Tensor) -> Tensor:
+    def _forward(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, write_at: Tensor, mask: Tensor, first_row: int = 0
+    ) -> Tensor:
         assert self._network is not None, "load a drafter version first"
         rope = self._target.rope.at(positions)
-        attend = self._rows.draft_kv.attend(0, write_at, mask)
+        attend = self._rows.draft_kv.attend(0, write_at, mask, first_row)
         return self._network.step(embeds, hidden, rope, attend).hidden  # EAGLE's LM head takes the same

@@ -20,7 +20,8 @@ from services.core.protocols import Clock
 from services.core.types import FinishReason, GroupWork, Rollout, RunningRequest, ServedVersions
 from services.models.sampling import SamplingTensors, check_sampling, process_logits, sampling_tensors, uniforms
 from services.models.target import TargetModel, check_names, target_names
-from services.rollout.eagle import CATCH_UP_CHUNK, EagleDrafting
+from services.rollout.eagle import CATCH_UP_CHUNK
+from services.rollout.proposing import Proposer
 from services.rollout.request import Request, Withdrawn, check_fits, continued_seed, note_version, take_out
 from services.rollout.rows import Rows, tail_mask, tail_table
 from services.rollout.stops import emit, response_text
@@ -30,11 +31,9 @@ from services.speculation.round import RoundOutcome, RoundView
 from services.speculation.selector import Selector
 from services.speculation.strategy import OFF, DraftStrategy
 from services.speculation.suffix_index import SuffixIndex
-from services.speculation.tree import TreeShape, tree_shape
+from services.speculation.tree import TreeShape
 from services.speculation.verify import Verified, count_tries, verify_chain, verify_tree
 from services.weights.parts import Incoming
-
-ROOT_ONLY = TreeShape((-1,))
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,6 @@ class NativeEngine:
         self._target, self._options, self._selector = target, options, selector
         self._decode, self._clock = decode, clock
         self._rows = Rows(target, options.max_running, options.max_len, options.spare_columns)
-        self._eagle = EagleDrafting(self._rows)
         self._requests: list[Request] = []  # request of row r
         self._waiting: deque[GroupWork] = deque()
         self._seeds = np.zeros(options.max_running, dtype=np.uint64)
@@ -83,6 +81,7 @@ class NativeEngine:
         self._drafter_version: int | None = None
         self._forced: DraftStrategy | None = None
         self._watch = Stopwatch(target.device, clock)
+        self._proposer = Proposer(self._rows, options.suffix_index, self._watch)
         self.last_strategy = OFF
         self.prefilled = 0, 0.0
 
@@ -170,7 +169,7 @@ class NativeEngine:
 
     def load_drafter(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         self._refuse_backwards("drafter", version, self._drafter_version)
-        self._eagle.load(tensors)
+        self._proposer.eagle.load(tensors)
         self._drafter_version = version
         for request in self._requests:
             note_version(request.drafter_versions, version)
@@ -197,10 +196,11 @@ class NativeEngine:
         self._watch.start()
         view = self._view()
         chosen = self._forced or self._selector.choose(view).strategy
-        draft = self._propose(chosen)
+        draft = self._proposer.propose(chosen, self._requests, self._row_sampling(), self._uniforms)
         self._watch.lap("draft")
         self.last_strategy = chosen if draft.shape.num_nodes > 1 else OFF
         verified, logprobs = self._verify(draft)
+        self._proposer.learn(self._requests, verified.num_accepted_tokens.tolist())
         self._watch.lap("verify")
         emitted, finished = self._commit(draft, verified, logprobs)
         counts = count_tries(draft, verified)
@@ -262,28 +262,6 @@ class NativeEngine:
             self._sampling[times] = self._sampling[1].repeat(times)
         return self._sampling[times]
 
-    def _propose(self, strategy: DraftStrategy) -> Draft:
-        if strategy.drafter == "suffix":
-            return self._propose_suffix(strategy)
-        # a one-token prompt has no hidden state to draft from before its first round
-        if strategy.drafter == "eagle" and self._rows.lengths[: self._rows.count].min() > 1:
-            if not self._eagle.ready:
-                raise WeightError(f"strategy {strategy.name} needs a drafter: load one, or use strategy off")
-            hidden = self._eagle.catch_up()
-            self._watch.lap("extend")
-            return self._eagle.propose(strategy, hidden, self._row_sampling(), self._uniforms)
-        empty = torch.zeros(self.num_running, 0, dtype=torch.long, device=self._target.device)
-        return Draft(ROOT_ONLY, empty, None, torch.zeros_like(self._rows.base()))
-
-    def _propose_suffix(self, strategy: DraftStrategy) -> Draft:
-        index = self._options.suffix_index
-        assert index is not None, "the service makes a suffix index when a strategy needs one"
-        found = [index.propose(r.work.prompt.id, r.last_ids(index.max_match), strategy.depth) for r in self._requests]
-        longest = max(len(f) for f in found)
-        padded = torch.tensor([[*f, *[0] * (longest - len(f))] for f in found], dtype=torch.long)
-        lengths = torch.tensor([len(f) for f in found], device=self._target.device)
-        return Draft(tree_shape(longest, 1, longest + 1), padded.to(self._target.device), None, lengths)
-
     def _verify(self, draft: Draft) -> tuple[Verified, Tensor]:
         """Target over all nodes, then verification. Also returns log-probabilities [B,Q,V], processed."""
         rows, nodes = self._rows, draft.shape.num_nodes
@@ -302,7 +280,9 @@ class NativeEngine:
         if draft.shape.is_chain:
             probs = logprobs.exp()
             return verify_chain(probs, draft.tokens, draft.probs, draft.lengths, numbers, threshold), logprobs
-        verified = verify_tree(logprobs.exp(), draft.tokens, draft.probs, draft.shape, numbers, threshold)
+        verified = verify_tree(
+            logprobs.exp(), draft.tokens, draft.probs, draft.lengths, draft.shape, numbers, threshold
+        )
         self._compact(base, verified)
         return verified, logprobs
 

@@ -177,7 +177,7 @@ def _native_engine(
     config: ClusterConfig, engine: NativeEngineConfig, strategies: Sequence[DraftStrategy], slot: int, clock: Clock
 ) -> NativeEngine:
     torch.set_num_threads(engine.threads)
-    needs_index = any(s.drafter == "suffix" for s in strategies)
+    needs_index = any(s.searched for s in config.speculation.strategies)
     options = EngineOptions(
         max_running=engine.max_running,
         max_len=engine.max_len,

@@ -1,0 +1,106 @@
+"""What a round's draft is made of: the EAGLE drafter, the suffix index, or for each request the better of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from services.core.errors import WeightError
+from services.models.sampling import SamplingTensors
+from services.rollout.eagle import EagleDrafting
+from services.rollout.request import Request
+from services.rollout.rows import Rows
+from services.rollout.stopwatch import Stopwatch
+from services.speculation.budget import AcceptanceRate, expected_accepted
+from services.speculation.drafting import Draft, appended, one_hot_chains
+from services.speculation.strategy import DraftStrategy
+from services.speculation.suffix_index import Follower, SuffixIndex
+
+# A suffix draft ends where its next token would be accepted with less than this probability.
+LEAST_REACH = 0.3
+# Of a drafter of which nothing is known yet: what it takes to be tried beside a suffix draft that is not certain.
+FIRST_RATE = 0.6
+
+
+class Proposer:
+    """Drafts for all rows. What is decided for a row (which drafter, how long) follows from earlier rounds alone."""
+
+    def __init__(self, rows: Rows, index: SuffixIndex | None, watch: Stopwatch) -> None:
+        self.eagle = EagleDrafting(rows)
+        self._rows, self._index, self._watch = rows, index, watch
+        self._shared = AcceptanceRate()  # of the EAGLE drafter, over all requests
+        self._drawn: Sequence[int] = ()  # tokens of each row of this round that the EAGLE drafter drew
+
+    def propose(
+        self,
+        strategy: DraftStrategy,
+        requests: Sequence[Request],
+        sampling: SamplingTensors,
+        uniforms: Callable[[int], Tensor],
+    ) -> Draft:
+        """`uniforms(n)` gives float64 [rows,n] fresh numbers. WeightError when an EAGLE strategy has no drafter."""
+        if strategy.drafter == "eagle" and not self.eagle.ready:
+            raise WeightError(f"strategy {strategy.name} needs a drafter: load one, or use strategy off")
+        found: list[list[Follower]] = [[] for _ in requests]
+        if strategy.drafter in ("suffix", "hybrid"):
+            found = [self._follow(r, [], strategy.longest, 1.0) for r in requests]
+        instead = [self._better(strategy, r, f) for r, f in zip(requests, found, strict=True)]
+        self._drawn = [0] * len(requests)
+        if strategy.drafter in ("eagle", "hybrid") and self.eagle.ready and not all(instead):
+            return self._drawn_first(strategy, requests, found, instead, sampling, uniforms)
+        return self._searched(found)
+
+    def learn(self, requests: Sequence[Request], accepted: Sequence[int]) -> None:
+        """What verification said of the last proposal: accepted tokens by row."""
+        for request, drawn, count in zip(requests, self._drawn, accepted, strict=True):
+            if drawn:
+                right = min(drawn, count)
+                tried = right + (right < drawn)
+                request.learned.record(tried, right)
+                self._shared.record(tried, right)
+
+    def _rate(self, request: Request) -> float:
+        return request.learned.estimate(self._shared.estimate(FIRST_RATE))
+
+    def _better(self, strategy: DraftStrategy, request: Request, found: Sequence[Follower]) -> bool:
+        """Is the suffix draft expected to bring more than the EAGLE drafter's?"""
+        drawn = expected_accepted([self._rate(request)] * strategy.depth)
+        return expected_accepted([f.confidence for f in found]) >= drawn
+
+    def _follow(self, request: Request, drawn: Sequence[int], most: int, reach: float) -> list[Follower]:
+        """What the index says comes behind the request's tokens and those `drawn`."""
+        index = self._index
+        assert index is not None, "the service makes a suffix index when a strategy needs one"
+        known = [*request.last_ids(index.max_match), *drawn]
+        return index.propose(request.work.prompt.id, known, most, LEAST_REACH, reach)
+
+    def _searched(self, found: Sequence[Sequence[Follower]]) -> Draft:
+        return one_hot_chains([[f.token for f in row] for row in found], self._rows.kv.layers[0].device)
+
+    def _drawn_first(
+        self,
+        strategy: DraftStrategy,
+        requests: Sequence[Request],
+        found: Sequence[Sequence[Follower]],
+        instead: Sequence[bool],
+        sampling: SamplingTensors,
+        uniforms: Callable[[int], Tensor],
+    ) -> Draft:
+        caught = self.eagle.catch_up()
+        self._watch.lap("extend")
+        drafts = [ready and not better for ready, better in zip(caught.ready, instead, strict=True)]
+        if not any(drafts):
+            return self._searched(found)
+        draft = self.eagle.propose(strategy, caught.hidden, drafts, sampling, uniforms)
+        self._drawn = draft.lengths.tolist()
+        if strategy.drafter == "eagle":
+            return draft
+        tokens = draft.tokens.tolist()
+        behind = [
+            self._behind(strategy, request, tokens[r]) if drafts[r] else found[r] for r, request in enumerate(requests)
+        ]
+        return appended(draft, [[f.token for f in row] for row in behind])
+
+    def _behind(self, strategy: DraftStrategy, request: Request, drawn: Sequence[int]) -> list[Follower]:
+        return self._follow(request, drawn, strategy.longest - len(drawn), self._rate(request) ** len(drawn))
