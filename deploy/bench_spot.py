@@ -3,13 +3,16 @@
 Timing: the same rollouts (same prompts and seeds, policy and drafter fixed) with all idle slots training and with none,
 in turns, the first pair dropped. `idle_used_share` is trainers' own busy time over all slot seconds without rollout
 work from the first token until the last trainer has yielded, so waiting between calls, joining, handing in and merging
-count as unused. Preemption: from asking a slot to leave until its lease is free, at the end of rollouts and at random
-moments in the middle of them. Joules, where GPUs have a counter, of one such phase by role. Acceptance: runs whose
-policy moves, then the live, the first and an untrained drafter on the last step's rollouts, which none was trained on.
+count as unused. `ratios_without` divides neighbouring phases without training by each other: their spread is what the
+machine does by itself. Preemption: from asking a slot to leave until its lease is free, at the end of rollouts and at
+random moments in the middle of them. Joules, where GPUs have a counter, of one such phase by role. Acceptance: runs
+whose policy moves, then the live, the first and an untrained drafter on the last step's rollouts, which none was
+trained on.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
@@ -32,7 +35,7 @@ from deploy.provenance import provenance
 from deploy.session import ray_session
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
-from services.coordinator.stats import quantile
+from services.coordinator.stats import median_interval, quantile
 from services.coordinator.work import make_work, prompts_of_step
 from services.core.errors import ConfigError
 from services.core.protocols import Blob
@@ -198,7 +201,9 @@ def _timing(config: ClusterConfig, repeats: int, picture: Path | None) -> dict[s
         "rollout_s_without": round(median(p.seconds for p in off), 3),
         "rollout_s_with": round(median(p.seconds for p in on), 3),
         "rollout_time_ratio": round(median(ratios), 4),
+        "rollout_time_ratio_95": [round(bound, 3) for bound in median_interval(ratios, random.Random(0))],
         "ratios": [round(r, 3) for r in ratios],
+        "ratios_without": [round(b.seconds / a.seconds, 3) for a, b in itertools.pairwise(off)],
         "joules_without": _joules(off),
         "joules_with": _joules(on),
         "micro_step_ms": round(median(micro_steps), 1),

@@ -42,7 +42,7 @@ def misfits(config: ClusterConfig, rooms: Sequence[Room]) -> Iterator[str]:
 
 
 def say(resources: Resources) -> str:
-    named = {name: amount for name, amount in resources.items() if name in ("CPU", "GPU")}
+    named = {name: resources[name] for name in ("CPU", "GPU") if name in resources}  # Ray has no order
     return ", ".join(f"{amount:g} {name}" for name, amount in named.items()) or "no CPU and no GPU"
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from deploy.fitting import Room, misfits
 from deploy.node_facts import Seen
-from deploy.placement import ROLLOUT, role_label
+from deploy.placement import POLICY, ROLLOUT, role_label
 from services.config.schema import ClusterConfig, SGLangEngine
 
 # From the first version to before the second. A test compares this with pyproject.toml.
@@ -59,6 +59,7 @@ def findings(config: ClusterConfig, machines: Sequence[Machine]) -> list[Finding
         *(Finding("error", "resources", text) for text in misfits(config, [m.room for m in machines])),
         *_versions(config, answering),
         *_gpus(config, answering),
+        *_gpu_memory(config, answering),
         *_model(answering),
         *_object_store(answering),
         *_folders(answering),
@@ -102,8 +103,7 @@ def _versions(config: ClusterConfig, machines: Sequence[Machine]) -> Iterator[Fi
 
 
 def _serves_sglang(config: ClusterConfig, machine: Machine) -> bool:
-    takes_slots = not config.placement.role_labels or machine.room.labels.get(role_label(ROLLOUT)) == "true"
-    return isinstance(config.rollout.engine, SGLangEngine) and takes_slots
+    return isinstance(config.rollout.engine, SGLangEngine) and _takes(config, machine, ROLLOUT)
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -129,6 +129,38 @@ def _gpus(config: ClusterConfig, machines: Sequence[Machine]) -> Iterator[Findin
                 machine.name,
                 f"driver {seen.driver} runs CUDA {seen.driver_cuda}, torch is built for {seen.cuda}: renew the driver",
             )
+
+
+def _gpu_memory(config: ClusterConfig, machines: Sequence[Machine]) -> Iterator[Finding]:
+    """From the size of the model's files alone: two bytes a weight, or at least a quarter weight per byte."""
+    place, engine = config.placement, config.rollout.engine
+    for machine in machines:
+        seen = _seen(machine)
+        largest = max((g.total_bytes for g in seen.gpus if g.total_bytes is not None), default=None)
+        if largest is None or not seen.model_bytes:
+            continue
+        if place.policy_gpus and _takes(config, machine, POLICY) and 8 * seen.model_bytes > largest:
+            level: Literal["error", "warning"] = "error" if 4 * seen.model_bytes > largest else "warning"
+            yield Finding(
+                level,
+                machine.name,
+                "the policy trainer keeps weights, gradients and AdamW's two moments in float32 on one GPU: about "
+                f"{8 * seen.model_bytes / GIB:.0f} GiB for this model in bfloat16, the largest GPU here has "
+                f"{largest / GIB:.0f}: take a smaller model or a larger GPU",
+            )
+        if isinstance(engine, SGLangEngine) and _takes(config, machine, ROLLOUT):
+            share, room = seen.model_bytes / engine.tp, engine.mem_fraction * largest
+            if share > room:
+                yield Finding(
+                    "error",
+                    machine.name,
+                    f"an engine holds {share / GIB:.0f} GiB of weights per GPU, rollout.engine.mem_fraction leaves it "
+                    f"{room / GIB:.0f}: raise rollout.engine.tp or mem_fraction",
+                )
+
+
+def _takes(config: ClusterConfig, machine: Machine, role: str) -> bool:
+    return not config.placement.role_labels or machine.room.labels.get(role_label(role)) == "true"
 
 
 def _model(machines: Sequence[Machine]) -> Iterator[Finding]:
@@ -173,6 +205,11 @@ def _folders(machines: Sequence[Machine]) -> Iterator[Finding]:
 
 
 def _ports(machines: Sequence[Machine]) -> Iterator[Finding]:
+    """An earlier driver's coordinator may still be about to leave it, and Ray chooses where the next one starts."""
     for machine in machines:
         for port in _seen(machine).ports_taken:
-            yield Finding("error", machine.name, f"port {port} is taken: choose another one, or 0 for any")
+            yield Finding(
+                "warning",
+                machine.name,
+                f"port {port} (coordinator.metrics.port) is taken: choose another one, or 0 for any",
+            )

@@ -34,8 +34,8 @@ def place_slots(config: ClusterConfig) -> Any:
 
 
 def first_gpu(group: Any, slot: int, config: ClusterConfig) -> str:
-    """The id of the slot's first GPU, as CUDA_VISIBLE_DEVICES takes it: asked from within the slot's bundle, which
-    keeps its GPUs."""
+    """The lowest id of the slot's GPUs, as CUDA_VISIBLE_DEVICES takes it: asked from within the slot's bundle, which
+    keeps its GPUs. Ray tells them in no order where CUDA_VISIBLE_DEVICES was set for Ray itself."""
     ask = ray.remote(_gpu_ids).options(
         num_cpus=0,
         num_gpus=config.placement.gpus_per_slot,
@@ -48,7 +48,7 @@ def first_gpu(group: Any, slot: int, config: ClusterConfig) -> str:
         raise WaitTimeoutError(
             f"slot {slot} did not tell its GPUs within {timeout_s:.0f} s: see the Ray logs"
         ) from None
-    return ids[0]
+    return min(ids, key=lambda i: (len(i), i))  # 9 before 10
 
 
 def _gpu_ids() -> list[str]:

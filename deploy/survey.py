@@ -25,7 +25,9 @@ def question_of(config: ClusterConfig, at_driver: bool) -> Question:
     folders = [str(config.run.dir)] if at_driver else []
     folders += [str(f) for f in (config.drafter.spill_dir,) if f is not None]
     model = None if config.model.path == "pocket" else str(model_dir(config.model.path))
-    return Question(model, tuple(folders))
+    metrics = config.coordinator.metrics
+    ports = (metrics.port,) if metrics is not None and metrics.port else ()
+    return Question(model, tuple(folders), ports)
 
 
 def survey(config: ClusterConfig) -> list[Machine]:

@@ -19,9 +19,14 @@ pytestmark = pytest.mark.ray
 PLACEMENT = {"gpus_per_slot": 2.0, "policy_gpus": 1.0, "cpus_per_slot": 0.5}
 
 
+GPUS = ("3", "4", "5", "6", "7")  # this Ray may use the last five of a machine's eight
+
+
 @pytest.fixture(scope="module")
 def five_gpus() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, num_gpus=5, include_dashboard=False, log_to_driver=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(GPUS))
+        ray.init(address="local", num_cpus=2, num_gpus=5, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -31,7 +36,7 @@ class Actor:
         return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def test_a_drafter_trainer_works_on_the_first_gpu_of_its_own_slots_server(five_gpus: None) -> None:
+def test_row_65_a_drafter_trainer_works_on_one_gpu_of_its_own_slots_server(five_gpus: None) -> None:
     config = tiny_config(placement=PLACEMENT)
     group = placement_group(bundles(config))
     ray.get(group.ready(), timeout=60)
@@ -49,7 +54,7 @@ def test_a_drafter_trainer_works_on_the_first_gpu_of_its_own_slots_server(five_g
         seen[plan.name] = ray.get(actor.remote().visible.remote(), timeout=60)
     for slot in (0, 1):
         ids = (seen[f"rollout-{slot}"] or "").split(",")
-        assert len(ids) == 2 and seen[f"drafter-{slot}"] == ids[0]
+        assert len(ids) == 2 and set(ids) <= set(GPUS) and seen[f"drafter-{slot}"] == min(ids)
     assert seen["rollout-0"] != seen["rollout-1"]
     remove_placement_group(group)
 

@@ -49,7 +49,7 @@ def test_a_machine_that_does_not_answer_is_an_error() -> None:
         (replace(SEEN, versions={**VERSIONS, "torch": "2.4.0"}), 0, "error .*torch is 2.4.0, supported is from 2.11"),
         (replace(SEEN, folders=(Folder("runs", 0, "/x is not writable"),)), 0, "error .*runs: /x is not writable"),
         (replace(SEEN, folders=(Folder("runs", 10**8),)), 0, "warning .*runs has 0.09 GiB free"),
-        (replace(SEEN, ports_taken=(9464,)), 0, "error .*port 9464 is taken"),
+        (replace(SEEN, ports_taken=(9464,)), 0, "warning .*port 9464 .*is taken"),
     ],
 )
 def test_what_is_wrong_with_one_machine(seen: Seen, gpus: float, message: str) -> None:
@@ -105,8 +105,29 @@ def test_an_object_store_must_hold_a_policy_and_better_two() -> None:
     assert told(machine(seen, store=2 * GIB))[0].startswith("error 10.0.0.1: the object store holds 2.0 GiB")
 
 
+@pytest.mark.parametrize(
+    ("gib", "engine", "place", "message"),
+    [
+        (14, {}, {"policy_gpus": 1.0}, ""),
+        (20, {}, {"policy_gpus": 1.0}, "warning .*about 160 GiB for this model .*, the largest GPU here has 141"),
+        (40, {}, {"policy_gpus": 1.0}, "error .*the policy trainer keeps weights, gradients"),
+        (40, {}, {}, ""),
+        (130, {"mem_fraction": 0.9}, {}, "error .*130 GiB of weights per GPU, .*leaves it 127: raise"),
+        (130, {"mem_fraction": 0.9, "tp": 2}, {}, ""),
+    ],
+)  # fmt: skip
+def test_a_model_must_fit_the_gpus(gib: int, engine: dict[str, Any], place: dict[str, float], message: str) -> None:
+    engine = {"type": "sglang", "max_running": 8, "max_len": 1024, **engine}
+    config = tiny_config(rollout={"engine": engine}, placement={"gpus_per_slot": float(engine.get("tp", 1)), **place})
+    files = (("model.safetensors", gib * GIB),)
+    seen = replace(GPUS, gpus=GPUS.gpus * 2, model_bytes=gib * GIB, model_files=files)
+    found = [f"{f.level} {f}" for f in findings(config, [machine(seen, gpus=4)]) if "GPU" in f.message]
+    assert len(found) == bool(message) and all(re.match(message, text) for text in found)
+
+
 def test_errors_come_first() -> None:
-    found = findings(tiny_config(), [machine(replace(SEEN, ports_taken=(1,), folders=(Folder("runs", 1),)), gpus=1)])
+    folders = Folder("runs", 1), Folder("spill", 10**9, "it is not writable")
+    found = findings(tiny_config(), [machine(replace(SEEN, folders=folders), gpus=1)])
     assert [f.level for f in found] == ["error", "warning", "warning"] and len(errors(found)) == 1
 
 

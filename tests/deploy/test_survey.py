@@ -56,7 +56,7 @@ def test_slots_that_others_keep_waiting_say_for_what(address: str, capsys: pytes
         holder = ray.remote(_Holder).options(num_gpus=1, num_cpus=0).remote()
         ray.get(holder.here.remote(), timeout=60)
         with pytest.raises(
-            WaitTimeoutError, match=r"2 slots \(0\.5 CPU, 1 GPU each\) .* unused are .*1 GPU of .*2 GPU"
+            WaitTimeoutError, match=r"2 slots \(0\.5 CPU, 1 GPU each\) .* unused are 3 CPU, 1 GPU of 3 CPU, 2 GPU"
         ):
             place_slots(config)
         ray.kill(holder)
