@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from deploy.cli_engine import bench_acceptance, bench_switch
 from deploy.cli_k8s import k8s_app
 from deploy.cli_shared import config_of, errors_told, interrupt_on_sigterm, training_config
 
@@ -30,6 +31,8 @@ app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
 app.add_typer(k8s_app, name="k8s")
+bench_app.command("acceptance")(bench_acceptance)
+bench_app.command("switch")(bench_switch)
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset.")]
 Settings = Annotated[

@@ -149,17 +149,20 @@ class EagleDrafting:
         return self._rows.drafted[: self._rows.count].clip(max=last.clip(min=0))
 
     @torch.no_grad()
-    def catch_up(self, amounts: Sequence[int] | None = None) -> CaughtUp:
-        """Feed rows that are far behind `amounts` entries each (all they miss, if None), then every row that is near
-        to its end what it misses. Rows lie dense: what would be padding in a row far behind brings it forward."""
-        rows, missing = self._rows, self.missing()
-        left = np.where(missing > NEAR, missing if amounts is None else np.asarray(amounts), 0)
+    def feed(self, amounts: Sequence[int]) -> None:
+        """Run the next entries of each row, so many of those it is missing. Rows lie dense: what would be padding in
+        one of several neighbours brings it forward."""
+        left = np.array(amounts)
         for first, end in runs(left > 0):
             while (most := int(left[first:end].max())) > 0:
                 width = min(most, CATCH_UP_CHUNK)
                 self._advance(first, end, width)
                 left[first:end] -= width
-        missing = self.missing()
+
+    @torch.no_grad()
+    def catch_up(self) -> CaughtUp:
+        """Bring all rows that are missing at most NEAR entries to their ends, in one pass over all rows."""
+        rows, missing = self._rows, self.missing()
         ready = (missing <= NEAR) & (self._last() >= 0)
         if not ready.any():
             return CaughtUp(rows.hidden[: rows.count, 0], ready.tolist())

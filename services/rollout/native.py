@@ -334,6 +334,7 @@ class NativeEngine:
     def _close(self, row: int, reason: FinishReason) -> Rollout:
         """Free the row; rows are closed from the last to the first, so that moves do not disturb pending ones."""
         request = self._free(row)
+        self._proposer.ended(len(request.response_ids))
         text = response_text(request.response_ids, request.sampling, self._decode)
         return request.finish(reason, text, self._clock(), self._options.server)
 

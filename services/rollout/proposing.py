@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from services.core.errors import WeightError
 from services.models.sampling import SamplingTensors
-from services.rollout.eagle import EagleDrafting
+from services.rollout.eagle import CATCH_UP_CHUNK, NEAR, CaughtUp, EagleDrafting
 from services.rollout.request import Request
 from services.rollout.rows import Rows
 from services.rollout.stopwatch import Stopwatch
 from services.speculation.budget import AcceptanceRate, expected_accepted
+from services.speculation.catching_up import catch_up_plan, expected_remaining
 from services.speculation.drafting import Draft, appended, one_hot_chains
 from services.speculation.strategy import DraftStrategy
 from services.speculation.suffix_index import Follower, SuffixIndex
 
 # A suffix draft ends where its next token would be accepted with less than this probability.
-LEAST_REACH = 0.3
+LEAST_REACH = 0.2
+# Drafter entries that a round may run for rows far behind, per running request and layer of the target: as many as a
+# decode step has passes through a layer, four times (about half a step: those run many tokens at once).
+PORTION = 4
+MOST_BEHIND = 0.5  # share of the rows; with more of them far behind nobody drafts
 # Of a drafter of which nothing is known yet: what it takes to be tried beside a suffix draft that is not certain.
 FIRST_RATE = 0.6
 
@@ -30,6 +36,7 @@ class Proposer:
         self.eagle = EagleDrafting(rows)
         self._rows, self._index, self._watch = rows, index, watch
         self._shared = AcceptanceRate()  # of the EAGLE drafter, over all requests
+        self._finished: deque[int] = deque(maxlen=128)  # lengths of the last responses that ended
         self._drawn: Sequence[int] = ()  # tokens of each row of this round that the EAGLE drafter drew
 
     def propose(
@@ -60,6 +67,30 @@ class Proposer:
                 request.learned.record(tried, right)
                 self._shared.record(tried, right)
 
+    def ended(self, num_tokens: int) -> None:
+        """A response came to its end: how long others may last is judged by it."""
+        self._finished.append(num_tokens)
+
+    def _caught_up(self, requests: Sequence[Request]) -> CaughtUp:
+        """Bring the drafter forward by a round's portion. While most rows are far behind, none is ready: drafting and
+        verification run over all rows, whoever drafts."""
+        eagle, far = self.eagle, self.eagle.missing() > NEAR
+        if far.any():
+            eagle.feed(self._portion(requests))
+            far = eagle.missing() > NEAR
+        if far.mean() > MOST_BEHIND:
+            return CaughtUp(self._rows.hidden[: len(requests), 0], [False] * len(requests))
+        return eagle.catch_up()
+
+    def _portion(self, requests: Sequence[Request]) -> Sequence[int]:
+        """Drafter entries of each row to run this round."""
+        layers = self._rows.target.spec.num_layers
+        lives = [(len(r.response_ids), r.sampling.max_tokens - len(r.response_ids)) for r in requests]
+        remaining = [expected_remaining(generated, left, self._finished) for generated, left in lives]
+        budget = max(CATCH_UP_CHUNK, PORTION * len(requests) * layers)
+        missing = [n if n > NEAR else 0 for n in self.eagle.missing().tolist()]  # near rows have a pass together
+        return catch_up_plan(missing, remaining, budget, layers)
+
     def _rate(self, request: Request) -> float:
         return request.learned.estimate(self._shared.estimate(FIRST_RATE))
 
@@ -87,7 +118,7 @@ class Proposer:
         sampling: SamplingTensors,
         uniforms: Callable[[int], Tensor],
     ) -> Draft:
-        caught = self.eagle.catch_up()
+        caught = self._caught_up(requests)
         self._watch.lap("extend")
         drafts = [ready and not better for ready, better in zip(caught.ready, instead, strict=True)]
         if not any(drafts):

@@ -79,6 +79,7 @@ class Scripted(SuffixIndex):
 def draft_now(engine: NativeEngine, s: DraftStrategy, eagle: EagleDrafting | None = None) -> Draft:
     """What the EAGLE drafter proposes for all rows of the engine, caught up as far as it goes."""
     eagle = eagle or engine._proposer.eagle
+    eagle.feed(eagle.missing().tolist())
     caught = eagle.catch_up()
     assert all(caught.ready)
     return eagle.propose(s, caught.hidden, caught.ready, engine._row_sampling(), engine._uniforms)

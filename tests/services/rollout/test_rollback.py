@@ -51,7 +51,7 @@ def fresh_rows(engine: NativeEngine, model, drafter) -> Rows:
     if drafter is not None and min(map(len, sequences)) > 1:
         eagle = EagleDrafting(rows)
         eagle.load(drafter)
-        eagle.catch_up()
+        eagle.feed(eagle.missing().tolist())
     return rows
 
 
