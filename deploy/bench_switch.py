@@ -1,9 +1,8 @@
 """`longtail bench switch`: what switching speculation on and off costs requests that are under way with long contexts.
 
 All requests run with OFF, then every round with a chain of the EAGLE drafter, then with OFF again. Stall: by how much
-the longest round after a switch exceeds the usual round before it or, once all requests draft, the usual round after
-it (the longer of the two), in usual OFF rounds. Beside it what the same switch costs when the drafter is fed all
-contexts at once, and when contexts go through the target again.
+the longest round after a switch exceeds the usual OFF round, in usual OFF rounds. Beside it what the same switch costs
+when the drafter is fed all contexts at once, and when contexts go through the target again.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ class Switch:
 
     @property
     def stall_on(self) -> float:
-        return (self.longest_on - max(self.off_round, self.on_round)) / self.off_round
+        return self.longest_on / self.off_round - 1
 
     @property
     def stall_off(self) -> float:
-        return (self.longest_off - max(self.off_round, self.on_round)) / self.off_round
+        return self.longest_off / self.off_round - 1
 
 
 class Watcher(Fixed):

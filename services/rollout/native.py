@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -18,12 +17,13 @@ from torch import Tensor
 from services.core.errors import RequestError, WeightError
 from services.core.protocols import Clock
 from services.core.types import FinishReason, GroupWork, Rollout, RunningRequest, ServedVersions
-from services.models.sampling import SamplingTensors, check_sampling, process_logits, sampling_tensors, uniforms
+from services.models.sampling import SamplingTensors, check_sampling, sampling_tensors, uniforms
 from services.models.target import TargetModel, check_names, target_names
 from services.rollout.eagle import CATCH_UP_CHUNK
+from services.rollout.nodes import node_logprobs
 from services.rollout.proposing import Proposer
 from services.rollout.request import Request, Withdrawn, check_fits, continued_seed, note_version, take_out
-from services.rollout.rows import Rows, tail_mask, tail_table
+from services.rollout.rows import Rows
 from services.rollout.stops import emit, response_text
 from services.rollout.stopwatch import Stopwatch
 from services.speculation.drafting import Draft
@@ -31,7 +31,6 @@ from services.speculation.round import RoundOutcome, RoundView
 from services.speculation.selector import Selector
 from services.speculation.strategy import OFF, DraftStrategy
 from services.speculation.suffix_index import SuffixIndex
-from services.speculation.tree import TreeShape
 from services.speculation.verify import Verified, count_tries, verify_chain, verify_tree
 from services.weights.parts import Incoming
 
@@ -50,12 +49,6 @@ class EngineOptions:
     @property
     def spare_columns(self) -> int:
         return CATCH_UP_CHUNK + self.max_nodes + 2
-
-
-@lru_cache(maxsize=64)
-def shape_tensors(shape: TreeShape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Depth of each node [Q], and the mask table of the target's pass over all nodes."""
-    return torch.tensor(shape.depths, device=device), tail_table(torch.tensor(shape.sees, device=device), dtype)
 
 
 class NativeEngine:
@@ -264,18 +257,8 @@ class NativeEngine:
 
     def _verify(self, draft: Draft) -> tuple[Verified, Tensor]:
         """Target over all nodes, then verification. Also returns log-probabilities [B,Q,V], processed."""
-        rows, nodes = self._rows, draft.shape.num_nodes
-        base = rows.base()
-        write_at = base[:, None] + torch.arange(nodes, device=base.device)
-        depths, table = shape_tensors(draft.shape, self._target.dtype, base.device)
-        last = rows.tokens[rows.row_index(), base[:, None]]
-        mask = tail_mask(base, table, rows.longest() - 1 + nodes)
-        ids = torch.cat([last, draft.tokens], dim=1)
-        hidden = self._target.forward(ids, base[:, None] + depths, rows.kv, write_at, mask)
-        rows.hidden[rows.row_index(), write_at] = hidden
-        logits = self._target.logits(hidden).flatten(0, 1)
-        logprobs = process_logits(logits, self._row_sampling(nodes)).log_softmax(-1)
-        logprobs = logprobs.unflatten(0, (rows.count, nodes))
+        nodes = draft.shape.num_nodes
+        logprobs = node_logprobs(self._rows, draft, self._row_sampling(nodes))
         numbers, threshold = self._uniforms(nodes), self._options.accept_threshold
         if draft.shape.is_chain:
             probs = logprobs.exp()
@@ -283,7 +266,7 @@ class NativeEngine:
         verified = verify_tree(
             logprobs.exp(), draft.tokens, draft.probs, draft.lengths, draft.shape, numbers, threshold
         )
-        self._compact(base, verified)
+        self._compact(self._rows.base(), verified)
         return verified, logprobs
 
     def _compact(self, base: Tensor, verified: Verified) -> None:
