@@ -17,6 +17,7 @@ class StrategyConfig(Section):
     depth: int = Field(0, ge=0)
     topk: int = Field(1, ge=1)
     num_draft_tokens: int = Field(1, ge=1)
+    budget: int | None = Field(None, ge=1)  # of a chain: drawn tokens per request, shared out by expected acceptance
     sampled: bool = True  # draft tokens drawn from the drafter; False: its argmax (top-k) tokens
 
     @model_validator(mode="after")
@@ -38,6 +39,8 @@ class StrategyConfig(Section):
         elif self.topk > 1 and self.num_draft_tokens < self.topk + 1:
             need = self.topk + 1
             raise ValueError(f"num_draft_tokens must hold the root and its {self.topk} children: at least {need}")
+        if self.budget is not None and not (self.learned and self.topk == 1 and self.budget <= self.depth):
+            raise ValueError("budget shares out the tokens of EAGLE chains: leave it out, or set at most the depth")
         return self
 
     @property

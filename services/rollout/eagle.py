@@ -17,7 +17,6 @@ from services.models.sampling import SamplingTensors
 from services.models.target import check_tensors
 from services.rollout.rows import Rows, causal_tail, tail_mask, tail_table
 from services.speculation.drafting import Draft, draw_children
-from services.speculation.strategy import DraftStrategy
 from services.speculation.tree import TreeShape, level_order
 
 CATCH_UP_CHUNK = 128  # columns of one catch-up pass: bounds its padding and its mask
@@ -107,17 +106,18 @@ class EagleDrafting:
     @torch.no_grad()
     def propose(
         self,
-        strategy: DraftStrategy,
+        shape: TreeShape,
+        sampled: bool,
         hidden: Tensor,
-        drafts: Sequence[bool],
+        lengths: Sequence[int],
         sampling: SamplingTensors,
         uniforms: Callable[[int], Tensor],
     ) -> Draft:
-        """Draft from what `catch_up` gave, for the rows that `drafts` names; the passes run on all, since rows lie
-        dense. `uniforms(n)` gives float64 [count,n] fresh numbers."""
-        rows, plan = self._rows, draft_plan(strategy.shape, self._target.dtype, self._target.device)
+        """Draft from what `catch_up` gave. `lengths`: by row, how many nodes are offered; the passes run on all rows,
+        since those lie dense. `uniforms(n)` gives float64 [count,n] fresh numbers."""
+        rows, plan = self._rows, draft_plan(shape, self._target.dtype, self._target.device)
         base = rows.base()
-        numbers = uniforms(plan.shape.num_nodes - 1) if strategy.sampled else None
+        numbers = uniforms(plan.shape.num_nodes - 1) if sampled else None
         tokens = torch.zeros(rows.count, plan.shape.num_nodes, dtype=torch.long, device=hidden.device)
         outputs: dict[int, Tensor] = {0: hidden}
         probs: list[Tensor] = []
@@ -128,12 +128,12 @@ class EagleDrafting:
                 first, last = plan.shape.children[node][0], plan.shape.children[node][-1] + 1
                 picked = None if numbers is None else numbers[:, first - 1 : last - 1]
                 logits = self._target.logits(outputs[node])
-                drawn, drawn_from = draw_children(logits, sampling, last - first, strategy.sampled, picked)
+                drawn, drawn_from = draw_children(logits, sampling, last - first, sampled, picked)
                 tokens[:, first:last] = drawn
                 if drawn_from is not None:
                     probs.append(drawn_from)
-        lengths = torch.tensor(drafts, device=hidden.device) * (plan.shape.num_nodes - 1)
-        return Draft(plan.shape, tokens[:, 1:], torch.cat(probs, 1) if probs else None, lengths)
+        offered = torch.tensor(lengths, device=hidden.device)
+        return Draft(plan.shape, tokens[:, 1:], torch.cat(probs, 1) if probs else None, offered)
 
     def missing(self) -> np.ndarray:
         """Entries by row that the drafter must see before it drafts: (token, target hidden state) pairs that are new

@@ -13,11 +13,12 @@ from services.rollout.eagle import CATCH_UP_CHUNK, NEAR, CaughtUp, EagleDrafting
 from services.rollout.request import Request
 from services.rollout.rows import Rows
 from services.rollout.stopwatch import Stopwatch
-from services.speculation.budget import AcceptanceRate, expected_accepted
+from services.speculation.budget import AcceptanceRate, expected_accepted, share_budget
 from services.speculation.catching_up import catch_up_plan, expected_remaining
 from services.speculation.drafting import Draft, appended, one_hot_chains
 from services.speculation.strategy import DraftStrategy
 from services.speculation.suffix_index import Follower, SuffixIndex
+from services.speculation.tree import chain
 
 # A suffix draft ends where its next token would be accepted with less than this probability.
 LEAST_REACH = 0.2
@@ -121,17 +122,27 @@ class Proposer:
         caught = self._caught_up(requests)
         self._watch.lap("extend")
         drafts = [ready and not better for ready, better in zip(caught.ready, instead, strict=True)]
-        if not any(drafts):
+        lengths = self._lengths(strategy, requests, drafts)
+        if not any(lengths):
             return self._searched(found)
-        draft = self.eagle.propose(strategy, caught.hidden, drafts, sampling, uniforms)
-        self._drawn = draft.lengths.tolist()
+        shape = strategy.shape if strategy.budget is None else chain(max(lengths))
+        draft = self.eagle.propose(shape, strategy.sampled, caught.hidden, lengths, sampling, uniforms)
+        self._drawn = lengths
         if strategy.drafter == "eagle":
             return draft
         tokens = draft.tokens.tolist()
         behind = [
-            self._behind(strategy, request, tokens[r]) if drafts[r] else found[r] for r, request in enumerate(requests)
+            self._behind(strategy, request, tokens[r][: lengths[r]]) if drafts[r] else found[r]
+            for r, request in enumerate(requests)
         ]
         return appended(draft, [[f.token for f in row] for row in behind])
+
+    def _lengths(self, strategy: DraftStrategy, requests: Sequence[Request], drafts: Sequence[bool]) -> Sequence[int]:
+        """How many tokens the EAGLE drafter draws for each row."""
+        if strategy.budget is None:
+            return [(strategy.shape.num_nodes - 1) * draft for draft in drafts]
+        rates = [self._rate(r) if draft else 0.0 for r, draft in zip(requests, drafts, strict=True)]
+        return share_budget(rates, strategy.budget * sum(drafts), strategy.depth)
 
     def _behind(self, strategy: DraftStrategy, request: Request, drawn: Sequence[int]) -> list[Follower]:
         return self._follow(request, drawn, strategy.longest - len(drawn), self._rate(request) ** len(drawn))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.models.sampling import SamplingTensors, draw, process_logits
-from services.speculation.tree import TreeShape, tree_shape
+from services.speculation.tree import TreeShape, chain
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def one_hot_chains(rows: Sequence[Sequence[int]], device: torch.device) -> Draft
     longest = max(map(len, rows))
     padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.long, device=device)
     lengths = torch.tensor([len(row) for row in rows], device=device)
-    return Draft(tree_shape(longest, 1, longest + 1), padded.reshape(len(rows), longest), None, lengths)
+    return Draft(chain(longest), padded.reshape(len(rows), longest), None, lengths)
 
 
 def appended(drawn: Draft, rows: Sequence[Sequence[int]]) -> Draft:

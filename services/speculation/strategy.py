@@ -21,6 +21,7 @@ class DraftStrategy:
     topk: int
     num_draft_tokens: int
     sampled: bool
+    budget: int | None = None
 
     @property
     def is_off(self) -> bool:
@@ -39,7 +40,13 @@ class DraftStrategy:
 
 def draft_strategy(config: StrategyConfig) -> DraftStrategy:
     return DraftStrategy(
-        strategy_name(config), config.drafter, config.depth, config.topk, config.num_draft_tokens, config.sampled
+        strategy_name(config),
+        config.drafter,
+        config.depth,
+        config.topk,
+        config.num_draft_tokens,
+        config.sampled,
+        config.budget,
     )
 
 

@@ -27,10 +27,24 @@ Ids = tuple[int, ...]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 
 
-def strategy(drafter: str, depth: int, topk: int = 1, nodes: int | None = None, sampled: bool = True) -> DraftStrategy:
+def strategy(
+    drafter: str,
+    depth: int,
+    topk: int = 1,
+    nodes: int | None = None,
+    sampled: bool = True,
+    budget: int | None = None,
+) -> DraftStrategy:
     nodes = depth + 1 if nodes is None else nodes
     return draft_strategy(
-        StrategyConfig(drafter=drafter, depth=depth, topk=topk, num_draft_tokens=nodes, sampled=sampled)  # type: ignore[arg-type]
+        StrategyConfig(
+            drafter=drafter,  # type: ignore[arg-type]
+            depth=depth,
+            topk=topk,
+            num_draft_tokens=nodes,
+            sampled=sampled,
+            budget=budget,
+        )
     )
 
 
@@ -43,7 +57,8 @@ TREES = [
 ]
 SUFFIX = [strategy("suffix", 2), strategy("suffix", 6)]
 HYBRID = [strategy("hybrid", 2, nodes=6), strategy("hybrid", 1, nodes=8, sampled=False), strategy("hybrid", 3)]
-EVERY = [OFF, *CHAINS, *TREES, *SUFFIX, *HYBRID]
+SHARED = [strategy("eagle", 5, budget=2), strategy("hybrid", 4, nodes=7, budget=1)]
+EVERY = [OFF, *CHAINS, *TREES, *SUFFIX, *HYBRID, *SHARED]
 
 
 class Switching:
@@ -82,7 +97,8 @@ def draft_now(engine: NativeEngine, s: DraftStrategy, eagle: EagleDrafting | Non
     eagle.feed(eagle.missing().tolist())
     caught = eagle.catch_up()
     assert all(caught.ready)
-    return eagle.propose(s, caught.hidden, caught.ready, engine._row_sampling(), engine._uniforms)
+    lengths = [s.shape.num_nodes - 1] * len(caught.ready)
+    return eagle.propose(s.shape, s.sampled, caught.hidden, lengths, engine._row_sampling(), engine._uniforms)
 
 
 def letters(ids: Iterable[int]) -> str:

@@ -152,3 +152,40 @@ def test_prompts_of_one_token_alone(s) -> None:
     model = markov_model("llama", VOCAB, 3, 2.0)
     engine = make_engine(model, s, perfect_drafter(spec_of(model)))
     check_all(model, finish(engine, [group((7,), 2, LONG), group((8,), 1, LONG)]))
+
+
+# -- a budget shared out
+
+
+def uneven(s) -> tuple[dict[str, Rollout], list[tuple[int, ...]]]:
+    """Two requests whose drafts are always right beside two whose drafts hardly ever are; by round what was drawn."""
+    model = markov_model("llama", VOCAB, 3, 2.0)
+    engine = make_engine(model, s, perfect_drafter(spec_of(model)))
+    sure, hot = SamplingParams(temperature=0.0, max_tokens=40), SamplingParams(temperature=20.0, max_tokens=40)
+    for n, sampling in enumerate((sure, hot, sure, hot)):
+        engine.submit(group((5 + n, 9, 3), 1, sampling, first_seed=n))
+    found: dict[str, Rollout] = {}
+    drawn = []
+    while engine.num_running or engine.num_waiting:
+        running = engine.num_running or 4
+        found |= {r.rollout_id: r for r in engine.step()}
+        if running == 4:
+            drawn.append(tuple(engine._proposer._drawn))
+    return found, drawn
+
+
+def steps(found: dict[str, Rollout], temperature: float) -> int:
+    chosen = [r for r in found.values() if r.sampling.temperature == temperature]
+    return sum(sum(r.acceptance.steps_by_strategy.values()) for r in chosen)
+
+
+def test_tokens_go_to_the_requests_that_make_use_of_them() -> None:
+    equal, _ = uneven(strategy("eagle", 3, sampled=False))
+    shared, drawn = uneven(strategy("eagle", 6, sampled=False, budget=3))
+    assert all(sum(row) <= 12 for row in drawn), "as many tokens to verify as three each"
+    assert drawn[0] == (3, 3, 3, 3), "nothing is known yet"
+    assert drawn[3][0] > 3 > drawn[3][1] and drawn[3][2] > 3 > drawn[3][3]
+    assert steps(shared, 0.0) < 0.8 * steps(equal, 0.0)
+    for r in shared.values():
+        if r.sampling.temperature == 0:
+            check_greedy(markov_model("llama", VOCAB, 3, 2.0), r.prompt_ids, r.response_ids)

@@ -15,7 +15,7 @@ from torch import Tensor
 from services.core.types import SamplingParams
 from services.models.sampling import SamplingTensors, draw, process_logits, sampling_tensors
 from services.speculation.drafting import Draft, appended
-from services.speculation.tree import TreeShape, level_order, tree_shape
+from services.speculation.tree import TreeShape, chain, level_order, tree_shape
 from services.speculation.verify import Verified, leading_accepts, residual, verify_chain, verify_tree
 from tests.services.models.test_sampling import reference
 from tests.services.models.tiny import CPU
@@ -71,10 +71,6 @@ def processed(logits: Conditional, p: SamplingParams) -> Conditional:
 def by_hand(logits: Conditional, p: SamplingParams) -> Conditional:
     """The same distribution from plain Python: what the law is compared with."""
     return cache(lambda prefix: torch.tensor(reference(logits(prefix).tolist(), p), dtype=torch.float64))
-
-
-def chain(n: int) -> TreeShape:
-    return tree_shape(n, 1, n + 1)
 
 
 def tree(shape: TreeShape) -> Verify:
