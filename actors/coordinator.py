@@ -67,7 +67,7 @@ def ray_services(config: ClusterConfig, handles: Mapping[str, Any]) -> Services:
         reward=RayRewardClient("reward", handles["reward"]),
         waiter=RayWaiter(),
         initial_drafter=initial,
-        advantages=advantages,
+        advantages=partial(advantages, algorithm=config.policy.algorithm),
     )
 
 

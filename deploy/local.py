@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from deploy.inprocess import (
@@ -146,5 +147,5 @@ def build_services(
         reward=LocalRewardClient(start("reward", reward)),
         waiter=host,
         initial_drafter=Blob(starting_state(config)) if drafter_slots else None,
-        advantages=advantages,
+        advantages=partial(advantages, algorithm=config.policy.algorithm),
     )

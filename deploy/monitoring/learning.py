@@ -40,6 +40,10 @@ POLICY = RowSpec(
         lines("Loss", "", pick("policy_loss"), "loss", width=6),
         lines("Trainer against engines", "Mean difference of logprobs before the update, nats: a jump means that "
               "engines and trainer do not compute the same model.", pick("logprob_gap"), "gap", width=12),
+        lines("Mismatch, KL", "KL divergence of the engines from the trainer per token, nats.",
+              pick("mismatch_kl"), "KL", width=6),
+        lines("Corrected tokens", "Importance weight bounded, or masked out (policy.correction).",
+              pick("corrected_fraction"), "share", width=6),
         lines("Staleness", "Policy versions between the oldest rollout of the last step and the policy it trained.",
               pick("rollout_staleness"), "versions", width=12),
     ),

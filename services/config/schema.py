@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from services.config.drafter import DrafterConfig
 from services.config.engine_args import engine_arg_problems
+from services.config.policy import PolicyConfig
 from services.config.section import Section
 from services.config.speculation import SpeculationConfig
 from services.config.warmup import WarmupConfig
@@ -133,23 +134,6 @@ class RewardConfig(Section):
     answer_marker: str = "#"  # the answer is what follows the last marker; "" takes the whole response
     workers: int = Field(1, ge=1)
     timeout_s: float = Field(5.0, gt=0)
-
-
-class PolicyConfig(Section):
-    learning_rate: float = Field(1e-4, gt=0)
-    decay_steps: int = Field(0, ge=0)  # the learning rate falls linearly to zero over so many steps; 0: constant
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.99)
-    grad_clip: float = Field(1.0, gt=0)
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
-    kl_coef: float = Field(0.0, ge=0)
-    aggregation: Literal["token", "sequence", "constant"] = "token"
-    aggregation_constant: float = Field(512.0, gt=0)
-    zero_variance: Literal["skip", "keep"] = "skip"
-    inner_epochs: int = Field(1, ge=1)
-    micro_batch_tokens: int = Field(4096, ge=64)
-    threads: int = Field(2, ge=1)
 
 
 class MetricsConfig(Section):

@@ -61,6 +61,8 @@ def step_metrics(step: int, at_s: float, facts: StepFacts, estimates: Mapping[st
         kl=policy.kl,
         entropy=policy.entropy,
         logprob_gap=policy.logprob_gap,
+        mismatch_kl=policy.mismatch_kl,
+        corrected_fraction=policy.corrected_fraction,
         drafter_loss=mean([p.loss for p in facts.drafter]) if facts.drafter else None,
         drafter_micro_steps=micro_steps,
         rollout_s=facts.seconds.get("rollout", 0.0),

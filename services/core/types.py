@@ -212,6 +212,8 @@ class PolicyStepReport:
     kl: float
     clip_fraction: float
     logprob_gap: float  # mean |policy_logprobs - rollout_logprobs| before the update, in nats: a mismatch alarm
+    mismatch_kl: float  # KL(engine || trainer) per token before the update, k3 estimate
+    corrected_fraction: float  # of the loss's tokens: importance weight bounded, or masked out by it
     entropy: float
     num_tokens: int
     zero_variance_fraction: float
@@ -337,6 +339,8 @@ class StepMetrics:
     kl: float
     entropy: float
     logprob_gap: float
+    mismatch_kl: float
+    corrected_fraction: float
     drafter_loss: float | None
     drafter_micro_steps: int
     rollout_s: float

@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
+from services.config.policy import PolicyConfig
 from services.core.errors import BatchError
 from services.core.types import FinishReason, Rollout, TrainBatch
 
@@ -27,11 +28,12 @@ class AdmittedBatch:
     warnings: tuple[str, ...]
 
 
-def admit(batch: TrainBatch, vocab_size: int, zero_variance: str) -> AdmittedBatch:
+def admit(batch: TrainBatch, vocab_size: int, config: PolicyConfig) -> AdmittedBatch:
     """Check and sort out a batch. Raises BatchError for rollouts that break token-in/token-out, or NaN advantages.
 
     `zero_variance` "skip" keeps groups without a signal out of the loss, its denominator and the KL term; "keep"
-    leaves them in all three. Truncation and abort are read from `finish_reason`, never from the last token id.
+    leaves them in all three. `truncated` "mask" does the same with responses that max_tokens cut off. Truncation and
+    abort are read from `finish_reason`, never from the last token id.
     """
     dropped = Counter[str]()
     kept: list[tuple[Rollout, float]] = []
@@ -44,15 +46,38 @@ def admit(batch: TrainBatch, vocab_size: int, zero_variance: str) -> AdmittedBat
         else:
             dropped[reason] += 1
     flat = _flat_groups(batch)
-    skip = flat if zero_variance == "skip" else set()
+    skip = flat if config.zero_variance == "skip" else set()
     groups = {r.group_id for r in batch.rollouts}
+    cut = [config.truncated == "mask" and r.finish_reason is FinishReason.LENGTH for r, _ in kept]
+    warnings = [f"dropped {n} of {len(batch.rollouts)} rollouts: {why}" for why, n in sorted(dropped.items())]
+    if kept and all(cut):
+        warnings.append(
+            "every response was cut off by max_tokens (policy.truncated: mask): raise it, or shorten prompts"
+        )
     return AdmittedBatch(
         rollouts=tuple(r for r, _ in kept),
         advantages=tuple(a for _, a in kept),
-        trained=tuple(r.group_id not in skip for r, _ in kept),
+        trained=tuple(r.group_id not in skip and not c for (r, _), c in zip(kept, cut, strict=True)),
         zero_variance_fraction=len(flat) / len(groups) if groups else 0.0,
-        warnings=tuple(f"dropped {n} of {len(batch.rollouts)} rollouts: {why}" for why, n in sorted(dropped.items())),
+        warnings=tuple(warnings),
     )
+
+
+def split_updates(work: AdmittedBatch, updates: int) -> list[list[int]]:
+    """The trained rollouts in at most `updates` parts of whole groups, about equal in tokens, in their order: a group
+    that was cut would be half an advantage."""
+    groups: dict[str, list[int]] = {}
+    for i, rollout in enumerate(work.rollouts):
+        if work.trained[i]:
+            groups.setdefault(rollout.group_id, []).append(i)
+    total = sum(len(work.rollouts[i].response_ids) for members in groups.values() for i in members)
+    parts: list[list[int]] = [[] for _ in range(updates)]
+    before = 0
+    for members in groups.values():
+        own = sum(len(work.rollouts[i].response_ids) for i in members)
+        parts[min(updates - 1, int(updates * (before + own / 2) / total))] += members
+        before += own
+    return [part for part in parts if part]
 
 
 def _flat_groups(batch: TrainBatch) -> set[str]:

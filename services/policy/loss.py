@@ -1,4 +1,4 @@
-"""The clipped policy-gradient loss, as pure functions over flat lists of response tokens.
+"""From per-token terms to the loss of a batch.
 
 Aggregation is a weight per token, computed from the lengths of the whole batch before anything runs. The loss of the
 batch is then a plain sum over tokens, so its gradient cannot depend on how the batch is cut into micro-batches.
@@ -7,13 +7,11 @@ batch is then a plain sum over tokens, so its gradient cannot depend on how the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# exp(20) still fits float32 with room for products; beyond it the ratio is clipped anyway and gives no gradient.
-MAX_LOG_RATIO = 20.0
+from services.policy.surrogate import TokenTerms, masked_difference
 
 
 def token_weights(lengths: Sequence[int], aggregation: str, constant: float) -> tuple[float, ...]:
@@ -33,45 +31,18 @@ def token_weights(lengths: Sequence[int], aggregation: str, constant: float) -> 
     raise ValueError(f"unknown aggregation {aggregation!r}")
 
 
-@dataclass(frozen=True)
-class TokenTerms:
-    """Flat token tensors of equal length [N]; `ratio` is 1 and the others 0 where a token is masked out."""
-
-    loss: Tensor
-    ratio: Tensor
-    clipped: Tensor
-    kl: Tensor
-
-
-def clipped_surrogate(
-    policy_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    clip_low: float,
-    clip_high: float,
-) -> TokenTerms:
-    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) per token (PPO, with DAPO's two bounds).
-
-    All [N]; `rollout_logprobs` are the engine's, frozen at sampling, so the ratio leaves 1 with the second inner epoch.
-    The mask is applied before exp: a masked token's logprobs may be anything, infinities included.
-    """
-    zero = torch.zeros_like(policy_logprobs)
-    log_ratio = torch.where(mask, policy_logprobs - torch.where(mask, rollout_logprobs, zero), zero)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    gain = torch.where(mask, advantages, zero)
-    free, bounded = ratio * gain, ratio.clamp(1 - clip_low, 1 + clip_high) * gain
-    return TokenTerms(
-        loss=-torch.minimum(free, bounded), ratio=ratio.detach(), clipped=(bounded < free).detach(), kl=zero
-    )
-
-
-def kl_to_reference(policy_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(policy || reference) per token: exp(d) - d - 1 with d = ref - policy, never < 0."""
-    zero = torch.zeros_like(policy_logprobs)
-    d = torch.where(mask, torch.where(mask, ref_logprobs, zero) - policy_logprobs, zero)
-    d = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return d.exp() - d - 1
+def kl_to_reference(policy_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str) -> Tensor:
+    """Schulman's estimates of KL(policy || reference) per token, with d = policy - ref: k1 = d (no bias, may be
+    negative, and a gradient that is zero in the mean), k2 = d^2 / 2 (biased, the right gradient), k3 = exp(-d) + d - 1
+    (no bias, never negative)."""
+    d = masked_difference(policy_logprobs, ref_logprobs, mask)
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return d * d / 2
+    if estimator == "k3":
+        return (-d).exp() + d - 1
+    raise ValueError(f"unknown KL estimator {estimator!r}")
 
 
 def policy_loss(terms: TokenTerms, weights: Tensor, mask: Tensor, kl_coef: float) -> Tensor:

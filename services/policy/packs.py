@@ -17,7 +17,7 @@ from services.models.sampling import SamplingTensors, sampling_tensors
 @dataclass(frozen=True)
 class Pack:
     """ids, positions [R,W] and additive mask [R,1,W,W] for the model; the rest is flat over the N response tokens:
-    `at` indexes the flattened [R*W] position whose output predicts `token_ids`."""
+    `at` indexes the flattened [R*W] position whose output predicts `token_ids`, `segments` counts the members."""
 
     members: tuple[int, ...]  # indices into the batch's rollouts
     lengths: tuple[int, ...]
@@ -28,6 +28,7 @@ class Pack:
     mask: Tensor
     at: Tensor
     token_ids: Tensor
+    segments: Tensor
     rollout_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
@@ -89,6 +90,7 @@ def _make_pack(
         mask=additive(block_causal(layout), dtype).to(device),
         at=torch.cat(at).to(device),
         token_ids=torch.tensor([t for r in own for t in r.response_ids]).to(device),
+        segments=torch.arange(len(own)).repeat_interleave(counts).to(device),
         rollout_logprobs=torch.tensor([p for r in own for p in r.rollout_logprobs], dtype=dtype).to(device),
         advantages=per_token(advantages),
         weights=per_token(weights),

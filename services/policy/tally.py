@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from services.policy.correction import Correction
 from services.policy.logprobs import Scores
-from services.policy.loss import TokenTerms
+from services.policy.surrogate import MAX_LOG_RATIO, TokenTerms
 
 GAP_ALARM = 0.05  # nats; float32 noise between engine and trainer is below 1e-4
 
@@ -21,11 +22,18 @@ class Tally:
     loss_tokens: int = 0
     gap_sum: float = 0.0
     gap_tokens: int = 0
+    mismatch_sum: float = 0.0
+    corrected: int = 0
     entropy_sum: float = 0.0
     scored_tokens: int = 0
     excluded_tokens: int = 0
     bad_hidden: int = 0
     grad_norms: list[float] = field(default_factory=list)
+
+    @property
+    def mean_loss(self) -> float:
+        """Over the updates."""
+        return self.loss / len(self.grad_norms) if self.grad_norms else 0.0
 
     def add_loss(self, loss: Tensor, terms: TokenTerms, mask: Tensor) -> None:
         self.loss += float(loss)
@@ -33,11 +41,16 @@ class Tally:
         self.clipped += int(terms.clipped.sum())
         self.loss_tokens += int(mask.sum())
 
+    def add_correction(self, correction: Correction) -> None:
+        self.corrected += int(correction.cut.sum())
+
     def add_scores(self, scores: Scores, rollout_logprobs: Tensor) -> None:
         """Of the first forward pass, before any update."""
         logprobs = scores.logprobs.detach()
         finite = logprobs.isfinite()
-        self.gap_sum += float((logprobs - rollout_logprobs)[finite].abs().sum())
+        gap = (logprobs - rollout_logprobs)[finite]
+        self.gap_sum += float(gap.abs().sum())
+        self.mismatch_sum += float((gap.clamp_max(MAX_LOG_RATIO).exp() - 1 - gap).sum())
         self.gap_tokens += int(finite.sum())
         self.excluded_tokens += int((~finite).sum())
         self.entropy_sum += float(scores.entropy.sum())
@@ -56,12 +69,21 @@ class Tally:
         return self.gap_sum / self.gap_tokens if self.gap_tokens else 0.0
 
     @property
+    def mismatch_kl(self) -> float:
+        """k3 estimate of KL(engine || trainer) per token, before the update."""
+        return self.mismatch_sum / self.gap_tokens if self.gap_tokens else 0.0
+
+    @property
+    def corrected_fraction(self) -> float:
+        return self.corrected / self.loss_tokens if self.loss_tokens else 0.0
+
+    @property
     def entropy(self) -> float:
         return self.entropy_sum / self.scored_tokens if self.scored_tokens else 0.0
 
     @property
     def grad_norm(self) -> float:
-        """Mean over the inner epochs, before clipping."""
+        """Mean over the updates, before clipping."""
         return sum(self.grad_norms) / len(self.grad_norms) if self.grad_norms else 0.0
 
     def warnings(self) -> list[str]:

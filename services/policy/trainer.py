@@ -1,33 +1,38 @@
 """PolicyTrainer: one train_step turns rollouts with advantages into a policy version, and yields hidden states.
 
-    admit -> weights over the whole batch -> packs -> inner_epochs x (forward, backward per pack; clip; AdamW)
+    admit -> parts, one per update -> weights over each part -> packs
+          -> inner_epochs x (per part: forward, backward per pack; clip; AdamW)
 
-The first inner epoch's forward pass is the only one the drafter's hidden states come from: they are the policy's last
-hidden states *before* the update, the ones the rollouts were sampled with. Rollouts without a signal that the loss
-skips still run forward once, without gradients, so that the drafter sees the long failures too. Where the engines keep
-the states (`keep_states` False) none of that is done, and the report's figures are those of the trained rollouts.
+The drafter's hidden states are the policy's last hidden states *before* the first update, the ones the rollouts were
+sampled with. With one update per step they come from the first inner epoch's forward pass, which is the only one then;
+with several a forward pass over the whole batch goes ahead. Rollouts without a signal that the loss skips still run
+forward once, without gradients, so that the drafter sees the long failures too. Where the engines keep the states
+(`keep_states` False) none of that is done, and the report's figures are those of the trained rollouts.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.config.schema import PolicyConfig
+from services.config.policy import PolicyConfig
 from services.core.protocols import Clock
 from services.core.types import HiddenStateChunk, PolicyStepReport, TrainBatch
 from services.models.hidden import HiddenStates
 from services.models.target import check_tensors
-from services.policy.batch import AdmittedBatch, admit
+from services.policy.batch import AdmittedBatch, admit, split_updates
+from services.policy.correction import correction
 from services.policy.logprobs import Scores, score
-from services.policy.loss import clipped_surrogate, kl_to_reference, policy_loss, token_weights
+from services.policy.loss import kl_to_reference, policy_loss, token_weights
 from services.policy.packs import Pack, make_packs
+from services.policy.surrogate import token_terms
 from services.policy.tally import Tally
 
 
@@ -36,6 +41,24 @@ class PolicyStep:
     report: PolicyStepReport
     chunk: HiddenStateChunk
     hidden: list[HiddenStates]
+
+
+@dataclass
+class _Prepared:
+    """A pack with the reference's log-probabilities and, once known, the policy's own before the first update [N]."""
+
+    pack: Pack
+    ref: Tensor | None = None
+    before: Tensor | None = None
+
+
+@dataclass
+class _FirstPass:
+    """What a step's forward passes have told; `hidden` by the rollout's place in the batch."""
+
+    tally: Tally
+    aux_layers: tuple[int, ...]
+    hidden: dict[int, HiddenStates] = field(default_factory=dict)
 
 
 class PolicyTrainer:
@@ -111,26 +134,24 @@ class PolicyTrainer:
         """
         started = self._clock()
         self._set_learning_rate(batch.step)
-        work = admit(batch, self.model.config.vocab_size, self.config.zero_variance)
-        trained, extra = self._packs(work)
-        tally = Tally()
-        hidden: dict[int, HiddenStates] = {}
-        ref_logprobs = [self._reference_logprobs(pack) for pack in trained]
+        work = admit(batch, self.model.config.vocab_size, self.config)
+        parts, extra = self._packs(work)
+        first = _FirstPass(Tally(), self._aux_layers)
+        prepared = [[_Prepared(pack, self._reference_logprobs(pack)) for pack in part] for part in parts]
+        if self._keep_states:
+            self._look(map(_Prepared, extra), first)
+        if len(parts) > 1:
+            self._look(itertools.chain.from_iterable(prepared), first)
         updated = False
-        for epoch in range(self.config.inner_epochs):
-            first = epoch == 0
-            for pack, ref in zip(trained, ref_logprobs, strict=True):
-                scores = self._learn(pack, ref, tally, self._aux_layers if first else ())
-                if first:
-                    self._collect(pack, scores, hidden, tally)
-            if first and self._keep_states:
-                self._forward_only(extra, hidden, tally)
-            updated |= bool(trained) and self._update(tally)
+        for part in prepared * self.config.inner_epochs:
+            for one in part:
+                self._learn(one, first)
+            updated |= self._update(first.tally)
         before = self.version
         self.version += updated
-        kept = [hidden[i] for i in sorted(hidden)]
+        kept = [first.hidden[i] for i in sorted(first.hidden)]
         return PolicyStep(
-            report=self._report(work, tally, bool(trained), self._clock() - started),
+            report=self._report(work, first.tally, bool(parts), self._clock() - started),
             chunk=HiddenStateChunk(
                 policy_version=before,
                 step=batch.step,
@@ -148,26 +169,21 @@ class PolicyTrainer:
         for group in self._optimizer.param_groups:
             group["lr"] = self.config.learning_rate * left
 
-    def _packs(self, work: AdmittedBatch) -> tuple[list[Pack], list[Pack]]:
-        """(packs of the trained rollouts, packs that only run forward)."""
-        config = self.config
-        lengths = [len(r.response_ids) if t else 0 for r, t in zip(work.rollouts, work.trained, strict=True)]
-        weights = token_weights(lengths, config.aggregation, config.aggregation_constant)
-        both = []
-        for wanted in (True, False):
-            chosen = [i for i, t in enumerate(work.trained) if t is wanted]
-            both.append(
-                make_packs(
-                    work.rollouts,
-                    work.advantages,
-                    weights,
-                    chosen,
-                    config.micro_batch_tokens,
-                    self.device,
-                    self.parameter_dtype,
-                )
-            )
-        return both[0], both[1]
+    def _packs(self, work: AdmittedBatch) -> tuple[list[list[Pack]], list[Pack]]:
+        """(packs of the trained rollouts for each update, packs that only run forward). Each update's loss is a mean
+        over its own part."""
+        algorithm, parts = self.config.algorithm, []
+        for part in split_updates(work, self.config.updates_per_step):
+            inside = set(part)
+            lengths = [len(r.response_ids) if i in inside else 0 for i, r in enumerate(work.rollouts)]
+            weights = token_weights(lengths, algorithm.aggregation, algorithm.aggregation_constant)
+            parts.append(self._make_packs(work, weights, part))
+        left = [i for i, trained in enumerate(work.trained) if not trained]
+        return parts, self._make_packs(work, [0.0] * len(work.rollouts), left)
+
+    def _make_packs(self, work: AdmittedBatch, weights: Sequence[float], chosen: Sequence[int]) -> list[Pack]:
+        budget, device, dtype = self.config.micro_batch_tokens, self.device, self.parameter_dtype
+        return make_packs(work.rollouts, work.advantages, weights, chosen, budget, device, dtype)
 
     def _score(self, model: PreTrainedModel, pack: Pack, aux_layers: tuple[int, ...] = ()) -> Scores:
         enabled = self._autocast is not None
@@ -178,28 +194,37 @@ class PolicyTrainer:
     def _reference_logprobs(self, pack: Pack) -> Tensor | None:
         return None if self._reference is None else self._score(self._reference, pack).full_logprobs
 
-    def _learn(self, pack: Pack, ref_logprobs: Tensor | None, tally: Tally, aux_layers: tuple[int, ...]) -> Scores:
+    def _learn(self, one: _Prepared, first: _FirstPass) -> None:
         """Forward and backward of one micro-batch; gradients add up in the parameters."""
-        scores = self._score(self.model, pack, aux_layers)
-        mask = scores.logprobs > -torch.inf
-        terms = clipped_surrogate(
-            scores.logprobs, pack.rollout_logprobs, pack.advantages, mask, self.config.clip_low, self.config.clip_high
-        )
-        if ref_logprobs is not None:
-            terms = replace(terms, kl=kl_to_reference(scores.full_logprobs, ref_logprobs, mask))
-        loss = policy_loss(terms, pack.weights, mask, self.config.kl_coef)
+        pack, fresh = one.pack, one.before is None
+        scores = self._score(self.model, pack, first.aux_layers if fresh else ())
+        if fresh:
+            self._collect(one, scores, first)
+        assert one.before is not None
+        mask, correct = (scores.logprobs > -torch.inf) & (one.before > -torch.inf), self.config.correction
+        old, weights = pack.rollout_logprobs, pack.weights
+        if correct is not None:
+            old, found = one.before, correction(one.before, pack.rollout_logprobs, mask, pack.segments, correct)
+            weights = weights * found.weights
+            first.tally.add_correction(found)
+        terms = token_terms(self.config.algorithm, scores.logprobs, old, pack.advantages, mask, pack.segments)
+        if one.ref is not None:
+            terms = replace(terms, kl=kl_to_reference(scores.full_logprobs, one.ref, mask, self.config.kl_estimator))
+        loss = policy_loss(terms, weights, mask, self.config.kl_coef)
         loss.backward()
-        tally.add_loss(loss.detach(), terms, mask)
-        return scores
+        first.tally.add_loss(loss.detach(), terms, mask)
 
     @torch.no_grad()
-    def _forward_only(self, packs: Iterable[Pack], hidden: dict[int, HiddenStates], tally: Tally) -> None:
-        for pack in packs:
-            self._collect(pack, self._score(self.model, pack, self._aux_layers), hidden, tally)
+    def _look(self, packs: Iterable[_Prepared], first: _FirstPass) -> None:
+        """Forward alone, before any update."""
+        for one in packs:
+            self._collect(one, self._score(self.model, one.pack, first.aux_layers), first)
 
-    def _collect(self, pack: Pack, scores: Scores, hidden: dict[int, HiddenStates], tally: Tally) -> None:
-        """Cut the pack's hidden states into sequences, on the CPU, free of the graph and of the pack's memory."""
-        tally.add_scores(scores, pack.rollout_logprobs)
+    def _collect(self, one: _Prepared, scores: Scores, first: _FirstPass) -> None:
+        """Keep what the first forward pass tells; the hidden states cut into sequences, on the CPU, free of the graph
+        and of the pack's memory."""
+        pack, one.before = one.pack, scores.logprobs.detach()
+        first.tally.add_scores(scores, pack.rollout_logprobs)
         if not self._keep_states:
             return
         states = scores.hidden.detach().float().cpu()
@@ -211,10 +236,10 @@ class PolicyTrainer:
             own = states[place].clone()
             own_aux = None if aux is None else aux[place].clone()
             if not all(bool(torch.isfinite(t).all()) for t in (own, own_aux) if t is not None):
-                tally.bad_hidden += 1
+                first.tally.bad_hidden += 1
                 continue
             mask = torch.arange(length) >= prompt
-            hidden[i] = HiddenStates(ids[place].clone(), own, mask, self.version, own_aux)
+            first.hidden[i] = HiddenStates(ids[place].clone(), own, mask, self.version, own_aux)
 
     def _update(self, tally: Tally) -> bool:
         """Clip and step; a non-finite gradient changes nothing and is reported."""
@@ -232,11 +257,13 @@ class PolicyTrainer:
         warnings += tally.warnings()
         return PolicyStepReport(
             policy_version=self.version,
-            loss=tally.loss / self.config.inner_epochs,
+            loss=tally.mean_loss,
             grad_norm=tally.grad_norm,
             kl=tally.kl,
             clip_fraction=tally.clip_fraction,
             logprob_gap=tally.logprob_gap,
+            mismatch_kl=tally.mismatch_kl,
+            corrected_fraction=tally.corrected_fraction,
             entropy=tally.entropy,
             num_tokens=sum(len(r.response_ids) for r, t in zip(work.rollouts, work.trained, strict=True) if t),
             zero_variance_fraction=work.zero_variance_fraction,

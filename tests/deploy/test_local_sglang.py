@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_the_drafter_learns_from_what_the_engines_kept(tmp_path: Path) -> None:
         reward=LocalRewardClient(LocalService("reward", lambda: reward, host)),
         waiter=host,
         initial_drafter=Blob(initial_drafter_state(config)),
-        advantages=advantages,
+        advantages=partial(advantages, algorithm=config.policy.algorithm),
     )  # fmt: skip
     observer = Recorder()
     try:

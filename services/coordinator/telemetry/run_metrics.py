@@ -279,5 +279,7 @@ def _step_gauges(metrics: StepMetrics) -> dict[str, float | None]:
         "entropy": metrics.entropy,
         "grad_norm": metrics.grad_norm,
         "logprob_gap": metrics.logprob_gap,
+        "mismatch_kl": metrics.mismatch_kl,
+        "corrected_fraction": metrics.corrected_fraction,
         "drafter_loss": metrics.drafter_loss,
     }

@@ -98,6 +98,8 @@ POLICY = (
     _gauge("entropy", "Entropy of the policy in the last step, nats per token."),
     _gauge("grad_norm", "Norm of the last step's gradient before clipping."),
     _gauge("logprob_gap", "Mean difference of the trainer's and the engines' logprobs, nats: a mismatch alarm."),
+    _gauge("mismatch_kl", "KL divergence of the engines from the trainer per token before the update, estimated."),
+    _gauge("corrected_fraction", "Share of the loss's tokens whose importance weight was bounded or masked."),
     _gauge("published_version", "The newest version that was published.", ("weights",)),
     _gauge("served_version", "The version that a server says it serves.", ("slot", "weights")),
     _gauge("rollout_staleness", "Policy versions between the oldest rollout of the last step and the policy trained."),

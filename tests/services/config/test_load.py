@@ -178,13 +178,17 @@ def test_one_wrong_character_is_recognised(data: st.DataObject) -> None:
 
 
 def test_all_mistakes_at_once_with_where_they_came_from(tmp_path: Path) -> None:
-    preset = written(tmp_path, "preset.yaml", "run: {steps: 0, stps: 3}\npolicy: {aggregation: tokens}")
+    preset = written(
+        tmp_path, "preset.yaml", "run: {steps: 0, stps: 3}\npolicy: {algorithm: {type: grpo, aggregation: tokens}}"
+    )
     lines = mistake("rollout.group_size=four", files=(preset,)).splitlines()
     assert lines[0] == "4 mistakes in the configuration:"
     assert all(line.endswith((f"[{preset}]", "[command line]")) for line in lines[1:])
     assert any("run.stps" in line and "run.steps" in line for line in lines)
     assert any("run.steps = 0 must be greater than or equal to 1" in line for line in lines)
-    assert any("policy.aggregation = 'tokens' must be 'token', 'sequence' or 'constant'" in line for line in lines)
+    assert any(
+        "policy.algorithm.aggregation = 'tokens' must be 'token', 'sequence' or 'constant'" in line for line in lines
+    )
     last = next(line for line in lines if "rollout.group_size = 'four' must be a valid integer" in line)
     assert last.endswith("[command line]")
 

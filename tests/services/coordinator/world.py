@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from deploy.inprocess import (
@@ -138,7 +139,7 @@ class World:
             reward=LocalRewardClient(self.reward),
             waiter=host,
             initial_drafter=Blob({"trained": 0}),
-            advantages=advantages,
+            advantages=partial(advantages, algorithm=config.policy.algorithm),
         )
         self.inputs = Inputs(make_prompts(train_prompts), make_prompts(8, 1000), SAMPLING)
         self.coordinator = Coordinator(config, self.inputs, self.services, self.observer, self.clock)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.config.schema import ClusterConfig, ModelConfig, PolicyConfig
+from services.config.policy import PolicyConfig
+from services.config.schema import ClusterConfig, ModelConfig
 from services.core.checkpoints import CheckpointNote, CheckpointPlan, DataPosition, whole_checkpoints
 from services.core.errors import BatchError, DataError
 from services.core.types import TrainBatch

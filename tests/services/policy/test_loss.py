@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.policy.loss import clipped_surrogate, kl_to_reference, policy_loss, token_weights
+from services.policy.loss import kl_to_reference, policy_loss, token_weights
+from services.policy.surrogate import clipped_surrogate, masked_difference
 
 
 def terms(policy: Tensor, rollout: Tensor, advantage: Tensor, mask: Tensor | None = None):
     mask = torch.ones_like(policy, dtype=torch.bool) if mask is None else mask
-    return clipped_surrogate(policy, rollout, advantage, mask, 0.2, 0.28)
+    return clipped_surrogate(masked_difference(policy, rollout, mask), advantage, mask, 0.2, 0.28)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +45,8 @@ def test_masked_tokens_may_hold_anything(bad: float, where: str) -> None:
     given_[where][1] = bad
     policy = given_["policy"].clone().requires_grad_()
     mask = torch.tensor([True, False])
-    found = clipped_surrogate(policy, given_["rollout"], given_["advantage"], mask, 0.2, 0.28)
-    kl = kl_to_reference(policy, given_["reference"], mask)
+    found = terms(policy, given_["rollout"], given_["advantage"], mask)
+    kl = kl_to_reference(policy, given_["reference"], mask, "k3")
     loss = torch.where(mask, given_["weight"] * (found.loss + kl), 0.0).sum()
     own = policy_loss(found, given_["weight"], mask, 0.0)
     (loss + own).backward()
@@ -106,8 +107,32 @@ def test_unknown_aggregation_is_refused() -> None:
 
 
 @given(st.floats(-30, 0), st.floats(-30, 0))
-def test_kl_is_never_negative_and_zero_at_equality(policy: float, reference: float) -> None:
+def test_k2_and_k3_are_never_negative_and_all_are_zero_at_equality(policy: float, reference: float) -> None:
     mask = torch.ones(1, dtype=torch.bool)
-    found = kl_to_reference(torch.tensor([policy]), torch.tensor([reference]), mask)
-    assert found.item() >= -1e-5 and math.isfinite(found.item())
-    assert kl_to_reference(torch.tensor([policy]), torch.tensor([policy]), mask).item() == 0
+    for estimator in ("k1", "k2", "k3"):
+        found = kl_to_reference(torch.tensor([policy]), torch.tensor([reference]), mask, estimator)
+        assert math.isfinite(found.item()) and (estimator == "k1" or found.item() >= -1e-5)
+        assert kl_to_reference(torch.tensor([policy]), torch.tensor([policy]), mask, estimator).item() == 0
+
+
+def test_kl_estimators_by_enumeration() -> None:
+    """Over a vocabulary of four, in expectation under the policy: k1 and k3 are the divergence, and k2's gradient is
+    its gradient, k1's is zero (what each token's log-probability feels when tokens are drawn from the policy)."""
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64).log()
+    mask = torch.ones(4, dtype=torch.bool)
+    probs = logits.log_softmax(-1).exp().detach()
+    true = (logits.log_softmax(-1).exp() * (logits.log_softmax(-1) - reference)).sum()
+    (wanted,) = torch.autograd.grad(true, logits)
+    gradients = {}
+    for estimator in ("k1", "k2", "k3"):
+        mean = (probs * kl_to_reference(logits.log_softmax(-1), reference, mask, estimator)).sum()
+        (gradients[estimator],) = torch.autograd.grad(mean, logits)
+        assert (estimator == "k2") is not (abs(mean.item() - true.item()) < 1e-12)
+    assert gradients["k2"].tolist() == pytest.approx(wanted.tolist(), abs=1e-12)
+    assert gradients["k1"].abs().max() < 1e-12 < (gradients["k3"] - wanted).abs().max()
+
+
+def test_unknown_estimator_is_refused() -> None:
+    with pytest.raises(ValueError, match="k4"):
+        kl_to_reference(torch.zeros(1), torch.zeros(1), torch.ones(1, dtype=torch.bool), "k4")

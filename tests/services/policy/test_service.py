@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from services.config.drafter import DrafterConfig
-from services.config.schema import ClusterConfig, ModelConfig, PolicyConfig
+from services.config.policy import PolicyConfig
+from services.config.schema import ClusterConfig, ModelConfig
 from services.core.errors import BatchError, ConfigError, DataError, WeightError
 from services.core.types import TrainBatch
 from services.models.files import read_config

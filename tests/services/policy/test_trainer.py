@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from services.config.schema import PolicyConfig
+from services.config.policy import Cispo, CorrectionConfig, Dapo, DrGrpo, Grpo, Gspo, PolicyConfig, Rloo
 from services.core.types import FinishReason, SamplingParams, TrainBatch
-from services.policy.batch import admit
+from services.policy.batch import admit, split_updates
 from services.policy.trainer import PolicyTrainer
 
 LENGTHS = [(3, 9), (5, 2), (1, 1), (4, 30), (2, 7), (6, 12), (3, 3), (2, 20)]
@@ -16,6 +17,7 @@ ADVANTAGES = (1.0, -1.0, 0.5, -0.25, 2.0, -1.5, 0.3, 0.1)
 
 
 def trainer(model, aux_layers=(), keep_states=True, **config) -> PolicyTrainer:
+    config = {"algorithm": Dapo(), **config}
     ticks = itertools.count()
     return PolicyTrainer(
         model, PolicyConfig(**config), lambda: float(next(ticks)), aux_layers=aux_layers, keep_states=keep_states
@@ -35,12 +37,23 @@ def rollouts(make_rollout):
     return [make_rollout(i, p, r, group=f"g{i // 2}") for i, (p, r) in enumerate(LENGTHS)]
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_gradient_does_not_depend_on_the_split(make_model, rollouts, aggregation) -> None:
+ALGORITHMS = [Grpo(), Grpo(aggregation="token"), DrGrpo(), Dapo(), Gspo(), Cispo(), Rloo()]
+CORRECTIONS = [None, CorrectionConfig(), CorrectionConfig(level="geometric", mode="mask", low=0.1, high=10.0)]
+
+
+@pytest.mark.parametrize("correct", CORRECTIONS, ids=repr)
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_gradient_does_not_depend_on_the_split(make_model, rollouts, algorithm, correct) -> None:
     """Micro-batches of any size: same loss, gradient norm and KL, to 1e-6 relative, gradients compared before AdamW."""
     found = []
     for budget in (64, 70, 96, 128, 4096):
-        t = trainer(make_model(dtype=torch.float64), micro_batch_tokens=budget, aggregation=aggregation, kl_coef=0.1)
+        t = trainer(
+            make_model(dtype=torch.float64),
+            micro_batch_tokens=budget,
+            algorithm=algorithm,
+            correction=correct,
+            kl_coef=0.1,
+        )
         with torch.no_grad():
             for p in t.model.parameters():
                 p.mul_(1.01)  # away from the reference, so that KL counts
@@ -144,15 +157,14 @@ def test_rollout_logprobs_stay_frozen_over_inner_epochs(make_model, sample_rollo
     """Row 48: the first epoch's ratio is 1; with old = new.detach() the second's would be too and nothing clips."""
     model = make_model()
     rollouts = [sample_rollout(model, i, 4, 12, "g", SamplingParams()) for i in range(4)]
-    t = trainer(model, inner_epochs=3, learning_rate=0.02, clip_low=0.01, clip_high=0.01)
+    t = trainer(model, inner_epochs=3, learning_rate=0.02, algorithm=Dapo(clip_low=0.01, clip_high=0.01))
     ratios = []
     step = t._learn
 
-    def spy(pack, ref, tally, aux_layers):
-        clipped = tally.clipped
-        scores = step(pack, ref, tally, aux_layers)
-        ratios.append(((scores.logprobs.detach() - pack.rollout_logprobs).exp(), tally.clipped - clipped))
-        return scores
+    def spy(one, first):
+        clipped, before = first.tally.clipped, t._score(t.model, one.pack).logprobs.detach()
+        step(one, first)
+        ratios.append(((before - one.pack.rollout_logprobs).exp(), first.tally.clipped - clipped))
 
     t._learn = spy  # type: ignore[method-assign]
     t.train_step(batch(rollouts, [1.0, -1.0, 0.5, -0.5]))
@@ -185,7 +197,7 @@ def test_hidden_states_come_from_the_same_forward_before_the_update(make_model, 
     assert step.chunk.num_tokens == tokens and step.chunk.num_sequences == 8 and step.chunk.policy_version == 0
     assert step.chunk.num_bytes == sum(h.num_bytes for h in step.hidden) and step.chunk.step == 3
     # no extra forward: trained packs run twice (two inner epochs), the skipped group's once
-    trained, skipped = t._packs(admit(batch(rollouts, advantages), 24, "skip"))
+    (trained,), skipped = t._packs(admit(batch(rollouts, advantages), 24, PolicyConfig()))
     assert len(seen) == 2 * len(trained) + len(skipped)
 
 
@@ -214,7 +226,7 @@ def test_aux_states_come_from_the_same_forward_before_the_update(make_model, mak
         assert h.aux.untyped_storage().nbytes() == h.aux.numel() * 4, "a clone, not a view of the pack"
     tokens = sum(p + r for p, r in LENGTHS)
     assert step.chunk.num_bytes == tokens * (8 + 1 + 4 * 4 * 32), "id, mask, four states of 32 floats"
-    trained, skipped = t._packs(admit(batch(rollouts, advantages), 24, "skip"))
+    (trained,), skipped = t._packs(admit(batch(rollouts, advantages), 24, PolicyConfig()))
     assert len(seen) == 2 * len(trained) + len(skipped), "no extra forward"
     assert [len(layer._forward_hooks) for layer in model.model.layers] == hooks
 
@@ -233,9 +245,9 @@ def test_aux_states_that_are_not_finite_stay_from_the_drafter(make_model, rollou
     t = trainer(make_model(layers=4), (0, 1, 2))
     collect = t._collect
 
-    def spoil(pack, scores, hidden, tally):
+    def spoil(one, scores, first):
         scores.aux[0, 0, 0] = math.inf
-        collect(pack, scores, hidden, tally)
+        collect(one, scores, first)
 
     t._collect = spoil  # type: ignore[method-assign]
     step = t.train_step(batch(rollouts))
@@ -287,3 +299,53 @@ def test_learning_rate_falls_linearly_by_the_step(make_model, rollouts, step, le
         t.train_step(TrainBatch(step, tuple(rollouts), ADVANTAGES))
         moved.append(float((weights(t.model) - before).norm()))
     assert moved[1] == pytest.approx(left * moved[0], rel=1e-3, abs=1e-9)
+
+
+def test_several_updates_per_step_learn_from_parts_and_collect_before_the_first(make_model, rollouts) -> None:
+    """Two updates over halves are two trainers' steps over the halves; states and mismatch are of the policy before."""
+    both = trainer(make_model(), updates_per_step=2)
+    step = both.train_step(batch(rollouts))
+    one = trainer(make_model())
+    whole = one.train_step(batch(rollouts))
+    assert step.report.policy_version == 1 and len(step.hidden) == 8
+    for a, b in zip(step.hidden, whole.hidden, strict=True):
+        torch.testing.assert_close(a.hidden, b.hidden, atol=1e-5, rtol=1e-5)
+    assert step.report.logprob_gap == pytest.approx(whole.report.logprob_gap, rel=1e-5)
+    assert step.report.entropy == pytest.approx(whole.report.entropy, rel=1e-5)
+    apart = trainer(make_model())
+    parts = split_updates(admit(batch(rollouts), 24, PolicyConfig()), 2)
+    for part in parts:
+        apart.train_step(batch([rollouts[i] for i in part], [ADVANTAGES[i] for i in part]))
+    assert len(parts) == 2
+    torch.testing.assert_close(weights(both.model), weights(apart.model), atol=1e-6, rtol=1e-5)
+    assert (weights(both.model) - weights(one.model)).abs().max() > 1e-5
+
+
+def test_a_correction_takes_the_ratio_against_the_trainers_own_policy(make_model, sample_rollout) -> None:
+    """An engine off by a constant 0.3 nats: without correction the clip sees it; with it, the ratio begins at 1, the
+    weight is e^0.3 and both are told."""
+    model = make_model()
+    drawn = [sample_rollout(model, i, 4, 12, "g", SamplingParams()) for i in range(4)]
+    off = [replace(r, rollout_logprobs=tuple(p - 0.3 for p in r.rollout_logprobs)) for r in drawn]
+    gains = [1.0, -1.0, 0.5, -0.5]
+    plain = trainer(make_model()).train_step(batch(off, gains)).report
+    assert plain.clip_fraction > 0.3 and plain.corrected_fraction == 0.0
+    assert plain.mismatch_kl == pytest.approx(math.exp(0.3) - 1 - 0.3, rel=1e-3)
+    for high, cut in ((2.0, 0.0), (1.2, 1.0)):
+        right = trainer(make_model(), correction=CorrectionConfig(high=high)).train_step(batch(off, gains)).report
+        assert right.clip_fraction == 0.0 and right.corrected_fraction == cut
+        true = trainer(make_model()).train_step(batch(drawn, gains)).report
+        assert right.grad_norm == pytest.approx(true.grad_norm * min(math.exp(0.3), high), rel=1e-3)
+
+
+def test_rejected_responses_leave_no_trace(make_model, rollouts) -> None:
+    masked = CorrectionConfig(level="geometric", mode="mask", low=0.999999, high=1.000001)
+    t = trainer(make_model(), correction=masked)
+    report = t.train_step(batch(rollouts)).report
+    assert (report.loss, report.grad_norm, report.corrected_fraction) == (0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("many", [{"inner_epochs": 2}, {"updates_per_step": 2}])
+def test_rloo_is_on_policy(many) -> None:
+    with pytest.raises(ValueError, match="learns on-policy only"):
+        PolicyConfig(algorithm=Rloo(), **many)

@@ -97,6 +97,8 @@ def make_metrics(
         kl=0.0,
         entropy=0.4,
         logprob_gap=1e-6,
+        mismatch_kl=1e-7,
+        corrected_fraction=0.0,
         drafter_loss=1.2 - 0.02 * step,
         drafter_micro_steps=30,
         rollout_s=rollout_s,
