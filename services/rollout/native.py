@@ -177,6 +177,10 @@ class NativeEngine:
         assert strategy is None or strategy.num_draft_tokens <= self._options.max_nodes
         self._forced = strategy
 
+    def feed_at_once(self, whole: bool) -> None:
+        """Feed the drafter whole contexts in one round, not in portions: for measurements of what that costs."""
+        self._proposer.portions = not whole
+
     # -- one round
 
     @torch.no_grad()

@@ -38,6 +38,7 @@ class Proposer:
         self._rows, self._index, self._watch = rows, index, watch
         self._shared = AcceptanceRate()  # of the EAGLE drafter, over all requests
         self._finished: deque[int] = deque(maxlen=128)  # lengths of the last responses that ended
+        self.portions = True  # False: whoever is behind catches up in one round
         self._drawn: Sequence[int] = ()  # tokens of each row of this round that the EAGLE drafter drew
 
     def propose(
@@ -77,7 +78,7 @@ class Proposer:
         verification run over all rows, whoever drafts."""
         eagle, far = self.eagle, self.eagle.missing() > NEAR
         if far.any():
-            eagle.feed(self._portion(requests))
+            eagle.feed(self._portion(requests) if self.portions else eagle.missing().tolist())
             far = eagle.missing() > NEAR
         if far.mean() > MOST_BEHIND:
             return CaughtUp(self._rows.hidden[: len(requests), 0], [False] * len(requests))

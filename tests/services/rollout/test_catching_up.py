@@ -104,6 +104,14 @@ def test_switching_on_and_off_over_long_contexts_is_plain_decoding() -> None:
         check_greedy(model, request.work.prompt.token_ids, request.response_ids)
 
 
+def test_fed_at_once_all_draft_in_the_first_round() -> None:
+    engine = engine_with([500, 3, 420])
+    engine.feed_at_once(True)
+    engine.force_strategy(ON)
+    engine.step()
+    assert list(engine._proposer._drawn) == [3, 3, 3]
+
+
 def test_rows_near_their_end_need_no_portion() -> None:
     engine = engine_with([5, 9, 12])
     assert max(behind(engine)) <= NEAR
