@@ -19,6 +19,7 @@ from deploy.bench_rollout import Bench
 from deploy.provenance import provenance
 from services.config.schema import ClusterConfig
 from services.config.speculation import StrategyConfig
+from services.core.errors import ConfigError
 from services.core.types import AcceptanceStats, GroupWork, PartialRollout, SamplingParams
 from services.models.target import TargetModel
 from services.rollout.eagle import CATCH_UP_CHUNK, EagleDrafting
@@ -65,7 +66,7 @@ class SwitchBench:
     """One engine whose requests have `context` tokens, nearly all of them response, and go on for as long again."""
 
     def __init__(self, config: ClusterConfig, running: int, context: int) -> None:
-        bench = Bench(config)
+        bench, self._running = Bench(config), running
         self._clock: Callable[[], float] = time.process_time if bench.device.type == "cpu" else time.perf_counter
         self._bench, self._drafter_version, self._watcher = bench, 0, Watcher(OFF)
         options = EngineOptions(running, 2 * context, ON.num_draft_tokens)
@@ -99,6 +100,8 @@ class SwitchBench:
         self.engine.force_strategy(ON)
         catching = []
         while not self._all_draft():
+            if self.engine.num_running < self._running:
+                raise ConfigError("requests ended before all of them drafted: raise --context, or lower --repeats")
             catching.append(self.round())
         on_round = median([self.round() for _ in range(STEADY)])
         self.engine.force_strategy(OFF)
@@ -108,12 +111,12 @@ class SwitchBench:
 
     def _all_draft(self) -> bool:
         last = self._watcher.last
-        return last is not None and last.tried[:1] == (self.engine.num_running,)
+        return last is not None and last.tried[:1] == (self._running,)
 
     @torch.no_grad()
     def at_once(self, context: int) -> tuple[float, float]:
         """Seconds in which the drafter, and the target, run over such contexts without a round between."""
-        running, spec, device = self.engine.num_running, self._bench.spec, self._bench.device
+        running, spec, device = self._running, self._bench.spec, self._bench.device
         target = TargetModel(spec, context + CATCH_UP_CHUNK + 2, device, torch.float32)
         target.load(self._bench.tensors)
         rows = Rows(target, running, context, CATCH_UP_CHUNK + 2)
