@@ -14,6 +14,7 @@ import typer
 
 from deploy.cli_engine import bench_acceptance, bench_switch
 from deploy.cli_k8s import k8s_app
+from deploy.cli_reward import reward_app
 from deploy.cli_shared import config_of, errors_told, interrupt_on_sigterm, training_config
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(k8s_app, name="k8s")
 bench_app.command("acceptance")(bench_acceptance)
 bench_app.command("switch")(bench_switch)
+app.add_typer(reward_app, name="reward")
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset.")]
 Settings = Annotated[

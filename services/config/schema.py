@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from services.config.drafter import DrafterConfig
 from services.config.engine_args import engine_arg_problems
 from services.config.policy import PolicyConfig
+from services.config.reward import RewardConfig
 from services.config.section import Section
 from services.config.speculation import SpeculationConfig
 from services.config.warmup import WarmupConfig
@@ -125,15 +126,6 @@ class RolloutConfig(Section):
     sampling: RolloutSampling = RolloutSampling()
     advance_budget_s: float = Field(0.15, gt=0)
     consolidate: ConsolidateConfig = ConsolidateConfig()
-
-
-class RewardConfig(Section):
-    """`verifier` "task" uses each prompt's own task scorer; "math" uses math-verify; "exact" compares text."""
-
-    verifier: Literal["task", "math", "exact"] = "task"
-    answer_marker: str = "#"  # the answer is what follows the last marker; "" takes the whole response
-    workers: int = Field(1, ge=1)
-    timeout_s: float = Field(5.0, gt=0)
 
 
 class MetricsConfig(Section):
@@ -258,6 +250,8 @@ class ClusterConfig(Section):
             if s.searched:
                 instead = "ngram" if s.drafter == "suffix" else "eagle"
                 yield f"drafter '{s.drafter}' is the native engine's: take '{instead}' with rollout.engine.type: sglang"
+            if s.budget is not None:
+                yield "budget in a strategy is the native engine's: leave it out with rollout.engine.type: sglang"
             if s.drafter == "eagle" and s.sampled and s.topk > 1:
                 yield "SGLang samples drafts in chains only: set topk: 1, or sampled: false for an argmax tree"
             if s.drafter == "eagle" and s.sampled and engine.deterministic:

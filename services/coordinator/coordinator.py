@@ -112,7 +112,7 @@ class Coordinator:
         )
         self._worth = Worth(config.drafter.training)
         self._phase = make_phase(parts, self._drafting, self._board)
-        self._scoring = Scoring(services.reward, self._calls, clock, self._patience, self._tell)
+        self._scoring = Scoring(config.reward, services.reward, self._calls, clock, self._patience, self._tell)
         self.checkpoints = Checkpoints(
             services.policy, inputs.train, parts, self._drafting, self._releases, self._patience
         )

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
+from services.config.reward import RewardConfig
 from services.coordinator.calls import Calls
 from services.coordinator.fleet import PROBE_PAUSE_S, Patience
 from services.coordinator.ledger import FinishedGroup
-from services.core.errors import ServiceLostError
+from services.core.errors import RewardError, ServiceLostError
 from services.core.protocols import Clock, RewardClient
 from services.core.types import Group, Reward, RunEvent
 
 OWNER = "reward"
 
 
+def check_errors(rewards: Sequence[Reward], max_fraction: float) -> None:
+    """Raises RewardError when more than `max_fraction` of the verifications failed: a policy would learn from what is
+    left, which is no fair sample of what it can do."""
+    failed = Counter(r.error for r in rewards if r.error is not None)
+    if failed.total() <= max_fraction * len(rewards):
+        return
+    (cause, count), *others = failed.most_common()
+    raise RewardError(
+        f"{failed.total()} of {len(rewards)} verifications failed, more than reward.max_error_fraction allows; "
+        f"{count} times: {cause}" + (f"; and {len(others)} other causes" if others else "")
+    )
+
+
 class Scoring:
     def __init__(
         self,
+        config: RewardConfig,
         client: RewardClient,
         calls: Calls,
         clock: Clock,
         patience: Patience,
         tell: Callable[[str, str, str], RunEvent],
     ) -> None:
+        self._max_error_fraction = config.max_error_fraction
         self._client = client
         self._calls = calls
         self._clock = clock
@@ -42,6 +59,7 @@ class Scoring:
             self._calls.turn()
         groups = [self._scored[group_id] for group_id in sorted(self._scored)]
         self._scored = {}
+        check_errors([r for g in groups for r in g.rewards], self._max_error_fraction)
         return groups
 
     def _ask(self, group: FinishedGroup, give_up_s: float) -> None:

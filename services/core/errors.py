@@ -82,6 +82,10 @@ class MeterError(LongtailError):
     """The energy of a GPU cannot be measured; the message says which one and why."""
 
 
+class RewardError(LongtailError):
+    """Too many verifications failed to learn from the rest; the message names the most common cause."""
+
+
 class NothingTrainedError(LongtailError):
     """A run came to its end and left the policy as it was: whoever started it must not take that for success."""
 

@@ -11,21 +11,26 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
-from services.core.errors import ConfigError
+from services.config.reward import RewardConfig
 from services.core.types import FinishReason, Prompt, Reward, Rollout
+from services.reward.custom import by_function, by_http, load_function
 from services.reward.extract import after_thinking, final_answer, last_boxed
+from services.reward.sandbox import by_tests, check_sandbox, last_block
 
 Verifier = Callable[[Prompt, Rollout], Reward]
 TaskParams = tuple[tuple[str, Any], ...]
 
+SOONER = 0.9  # than the pool, which would kill the process that waits, and could not say what for
 NO_ANSWER = Reward(value=0.0, correct=False)
 
 
-def make_verifier(name: str, marker: str, params: Mapping[str, Mapping[str, Any]]) -> Verifier:
-    """The verifier called `name`; `params` are reasoning-gym parameters by task, for scorers that depend on them.
+def make_verifier(config: RewardConfig, params: Mapping[str, Mapping[str, Any]]) -> Verifier:
+    """The configured verifier; `params` are reasoning-gym parameters by task, for scorers that depend on them.
 
-    Loads what the verifier needs, so that the import is not on the clock of the first answer.
+    Loads what the verifier needs, so that the import is not on the clock of the first answer. Raises ConfigError for a
+    function that cannot be loaded and where no sandbox can be made.
     """
+    name, marker, timeout_s = config.verifier, config.answer_marker, SOONER * config.timeout_s
     if name == "exact":
         return partial(exact, marker=marker)
     if name == "math":
@@ -36,7 +41,15 @@ def make_verifier(name: str, marker: str, params: Mapping[str, Mapping[str, Any]
         for known, given in frozen.items():
             _scorer(known, given)
         return partial(task, marker=marker, params=frozen)
-    raise ConfigError(f"unknown verifier '{name}': set reward.verifier to task, math or exact")
+    if name == "function":
+        assert config.function is not None
+        return partial(by_function, function=load_function(config.function))
+    if name == "http":
+        assert config.http is not None
+        return partial(by_http, url=config.http.url, token_env=config.http.token_env, timeout_s=timeout_s)
+    assert name == "code"
+    check_sandbox(config.sandbox)
+    return partial(by_tests, limits=config.sandbox, timeout_s=timeout_s)
 
 
 def exact(prompt: Prompt, rollout: Rollout, *, marker: str) -> Reward:
@@ -64,9 +77,7 @@ def math(prompt: Prompt, rollout: Rollout, *, marker: str) -> Reward:
 
     With marker "" and no box, math-verify looks for the answer in the whole response itself.
     """
-    visible = after_thinking(rollout.text)
-    boxed = None if visible is None else last_boxed(visible)
-    answer = boxed if boxed is not None else final_answer(rollout.text, marker, _finished(rollout))
+    boxed, answer = _math_answer(rollout, marker)
     if answer is None:
         return NO_ANSWER
     gold = _expressions(prompt.answer)
@@ -74,6 +85,22 @@ def math(prompt: Prompt, rollout: Rollout, *, marker: str) -> Reward:
         raise ValueError(f"math-verify cannot read the reference answer {prompt.answer!r}")
     exact_span = boxed is not None or marker != ""
     return _graded(_equal(gold, _expressions(answer) if exact_span else _parse(answer)))
+
+
+def found_answer(config: RewardConfig, rollout: Rollout) -> str | None:
+    """What the verifier judges of a response; None when it finds no answer in it."""
+    if config.verifier == "code":
+        return last_block(rollout.text)
+    if config.verifier == "math":
+        return _math_answer(rollout, config.answer_marker)[1]
+    return final_answer(rollout.text, config.answer_marker, _finished(rollout))
+
+
+def _math_answer(rollout: Rollout, marker: str) -> tuple[str | None, str | None]:
+    """(what stands in the last box, the answer)."""
+    visible = after_thinking(rollout.text)
+    boxed = None if visible is None else last_boxed(visible)
+    return boxed, boxed if boxed is not None else final_answer(rollout.text, marker, _finished(rollout))
 
 
 def _finished(rollout: Rollout) -> bool:

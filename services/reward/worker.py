@@ -10,11 +10,12 @@ import resource
 import signal
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any
 
+from services.config.reward import RewardConfig
 from services.core.types import Prompt, Reward, Rollout
 from services.reward.verifiers import Verifier, make_verifier
 
@@ -29,9 +30,8 @@ Pair = tuple[Prompt, Rollout]
 class VerifierSpec:
     """What a worker needs to build its verifier; see `make_verifier`."""
 
-    name: str
-    marker: str
-    params: Mapping[str, Mapping[str, Any]]
+    config: RewardConfig
+    params: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 _installed: dict[str, Verifier] = {}  # this process's one verifier, under "verifier"
@@ -42,7 +42,7 @@ def start(spec: VerifierSpec) -> None:
     # The pool's own handler cannot run while one C call hangs; the default action always ends the process at once.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    _installed["verifier"] = make_verifier(spec.name, spec.marker, spec.params)
+    _installed["verifier"] = make_verifier(spec.config, spec.params)
     _limit_memory()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from services.config.reward import RewardConfig
 from services.config.schema import ClusterConfig
 from services.core.errors import ServiceLostError
 from services.core.types import FinishReason, Reward
@@ -26,7 +27,7 @@ TIMEOUT_S = 1.0
 
 
 def service(verifier: str, workers: int = 1, timeout_s: float = TIMEOUT_S, marker: str = "#") -> RewardService:
-    reward = {"verifier": verifier, "workers": workers, "timeout_s": timeout_s, "answer_marker": marker}
+    reward = {"verifier": verifier, "workers": workers, "timeout_s": timeout_s, "answer_marker": marker, "retries": 0}
     return build_reward_service(ClusterConfig.model_validate({"reward": reward}))
 
 
@@ -121,7 +122,9 @@ def test_task_service_scores_by_the_prompts_task(pair):
 
 
 def test_a_verifier_that_cannot_start_is_a_lost_service(pair):
-    pool = RewardPool(VerifierSpec("no such verifier", "#", {}), workers=1, timeout_s=1.0)
+    pool = RewardPool(
+        VerifierSpec(RewardConfig(verifier="function", function="no.such_module")), workers=1, timeout_s=1.0
+    )
     try:
         with pytest.raises(ServiceLostError, match="reward pool is lost: its workers cannot start"):
             pool.score([pair("1", "#1")])
@@ -146,12 +149,13 @@ def test_batches_cover_everything_once():
 ORPHAN = """
 import multiprocessing, os, signal, sys, threading, time
 sys.path.insert(0, {root!r})
+from services.config.reward import RewardConfig
 from services.core.types import *
 from services.reward.pool import RewardPool
 from services.reward.worker import VerifierSpec
 
 if __name__ == "__main__":
-    pool = RewardPool(VerifierSpec("math", "#", {{}}), workers=1, timeout_s={timeout})
+    pool = RewardPool(VerifierSpec(RewardConfig(verifier="math")), workers=1, timeout_s={timeout})
     prompt = Prompt("id", "", (), "4", "t")
     def score(text):
         pool.score([(prompt, Rollout("g", "id", 0, 0, (), (), (), text, FinishReason.STOP, SamplingParams(), (), (),
@@ -183,3 +187,37 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.fixture
+def flaky(tmp_path, monkeypatch):
+    """A module of the user's whose verifier fails on "#again" the first `failures` times, whatever process runs it."""
+
+    def make(failures: int) -> None:
+        (tmp_path / "flaky_rewards.py").write_text(
+            "import pathlib\n"
+            f"COUNT = pathlib.Path({str(tmp_path / 'count')!r})\n"
+            "def score(prompt, rollout):\n"
+            "    if 'again' not in rollout.text: return 0.5\n"
+            "    with COUNT.open('a') as file: file.write('x')\n"
+            f"    if len(COUNT.read_text()) <= {failures}: raise ConnectionError('the judge is away')\n"
+            "    return True\n"
+        )
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "flaky_rewards", raising=False)
+
+    return make
+
+
+@pytest.mark.parametrize(("failures", "retries", "right"), [(1, 1, True), (2, 1, False), (2, 2, True), (1, 0, False)])
+def test_a_failed_verification_is_tried_again(flaky, pair, failures, retries, right):
+    flaky(failures)
+    reward = {"verifier": "function", "function": "flaky_rewards.score", "retries": retries, "timeout_s": 10.0}
+    built = build_reward_service(ClusterConfig.model_validate({"reward": reward}))
+    try:
+        good, again = score(built, [pair("1", "#1"), pair("1", "#again")])
+    finally:
+        built.close()
+    assert good == Reward(0.5, False)
+    assert again == RIGHT if right else (again.error is not None and "the judge is away" in again.error)
+    assert built.errors == (not right)

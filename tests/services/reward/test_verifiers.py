@@ -3,9 +3,10 @@ from __future__ import annotations
 import threading
 
 import pytest
+from pydantic import ValidationError
 from reasoning_gym.factory import create_dataset
 
-from services.core.errors import ConfigError
+from services.config.reward import RewardConfig
 from services.core.types import FinishReason, Reward
 from services.reward.verifiers import make_verifier
 
@@ -14,7 +15,7 @@ RIGHT, WRONG = Reward(1.0, True), Reward(0.0, False)
 
 @pytest.fixture(scope="module")
 def verifiers():
-    return {name: make_verifier(name, "#", {}) for name in ("task", "math", "exact")}
+    return {name: make_verifier(RewardConfig(verifier=name), {}) for name in ("task", "math", "exact")}
 
 
 @pytest.mark.parametrize("name", ["task", "math", "exact"])
@@ -40,7 +41,7 @@ def test_every_verifier_on_plain_answers(verifiers, pair, name, text, finish, re
 @pytest.mark.parametrize("last_id", [2, 3, 9])
 def test_truncation_is_told_by_finish_reason(pair, name, last_id):
     """Row 52: a model may stop on another id than eos, or on a string; a cut-off one may end in an eos-like id."""
-    verify = make_verifier(name, "", {})
+    verify = make_verifier(RewardConfig(verifier=name, answer_marker=""), {})
     assert verify(*pair("7", "7", FinishReason.STOP, last_id=last_id)) == RIGHT
     assert verify(*pair("7", "7", FinishReason.LENGTH, last_id=last_id)) == WRONG
 
@@ -63,10 +64,10 @@ def test_task_gets_question_and_metadata(verifiers, pair, name):
 def test_task_parameters_reach_the_scorer(pair):
     """decimal_arithmetic scores by its configured number of places."""
     loose = make_verifier(
-        "task", "#", {"decimal_arithmetic": {"min_num_decimal_places": 1, "max_num_decimal_places": 1}}
+        RewardConfig(), {"decimal_arithmetic": {"min_num_decimal_places": 1, "max_num_decimal_places": 1}}
     )
     tight = make_verifier(
-        "task", "#", {"decimal_arithmetic": {"min_num_decimal_places": 6, "max_num_decimal_places": 6}}
+        RewardConfig(), {"decimal_arithmetic": {"min_num_decimal_places": 6, "max_num_decimal_places": 6}}
     )
     close = pair("1.2000", "#1.2400", task="decimal_arithmetic")
     assert loose(*close).correct
@@ -97,7 +98,7 @@ def test_math_reads_the_last_box(verifiers, pair, answer, text, correct):
 
 
 def test_math_searches_the_whole_response_without_a_marker(pair):
-    verify = make_verifier("math", "", {})
+    verify = make_verifier(RewardConfig(verifier="math", answer_marker=""), {})
     assert verify(*pair("5", "so the answer is 5.")) == RIGHT
     assert verify(*pair("5", "so the answer is 6.")) == WRONG
     assert verify(*pair("5", "so the answer is 5", FinishReason.LENGTH)) == WRONG
@@ -117,6 +118,16 @@ def test_an_unreadable_reference_is_an_error_not_a_wrong_answer(verifiers, pair)
         verifiers["math"](*pair(r"\frac{", "#12"))
 
 
-def test_unknown_verifier():
-    with pytest.raises(ConfigError, match="task, math or exact"):
-        make_verifier("gut feeling", "#", {})
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"verifier": "gut feeling"}, "Input should be"),
+        ({"verifier": "function"}, "needs reward.function"),
+        ({"verifier": "http"}, "needs reward.http.url"),
+        ({"verifier": "function", "function": "no_dots"}, "should match pattern"),
+        ({"http": {"url": "ftp://x"}}, "should match pattern"),
+    ],
+)
+def test_what_a_verifier_needs_is_asked_for_at_once(wrong, said):
+    with pytest.raises(ValidationError, match=said):
+        RewardConfig.model_validate(wrong)

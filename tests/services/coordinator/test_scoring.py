@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from services.coordinator.scoring import check_errors
+from services.core.errors import RewardError
+from services.core.types import Reward
+from tests.services.coordinator.fakes import FakeReward
+from tests.services.coordinator.world import World, tiny_config
+
+
+def rewards(*errors: str | None) -> list[Reward]:
+    return [Reward(0.0, False, e) for e in errors]
+
+
+def test_up_to_the_fraction_it_is_borne() -> None:
+    check_errors([], 0.0)
+    check_errors(rewards(None, None), 0.0)
+    check_errors(rewards("a", None), 0.5)
+    check_errors(rewards("a", "b"), 1.0)
+
+
+def test_beyond_it_the_commonest_cause_is_named() -> None:
+    with pytest.raises(RewardError, match=r"^3 of 4 verifications failed, .* 2 times: away; and 1 other causes$"):
+        check_errors(rewards("away", "odd", "away", None), 0.5)
+    with pytest.raises(RewardError, match=r"1 of 1 .* 1 times: away$"):
+        check_errors(rewards("away"), 0.0)
+
+
+@pytest.mark.parametrize(("allowed", "ends"), [(1.0, "finished"), (0.5, "failed")])
+def test_row_54_a_verifier_that_always_fails_ends_the_run_before_anything_is_learned(allowed: float, ends: str) -> None:
+    """Counted as zeros, the run would go on for days with a reward of 0."""
+    world = World(tiny_config(reward={"max_error_fraction": allowed}, run={"eval_prompts": 0}))
+
+    class Failing(FakeReward):
+        def score(self, prompts, rollouts):  # type: ignore[no-untyped-def]
+            return rewards(*["ValueError: signal only works in main thread"] * len(rollouts))
+
+    world.reward.instance = Failing()
+    if ends == "finished":
+        assert world.coordinator.run()["status"] == ends
+        return
+    with pytest.raises(RewardError, match="signal only works in main thread"):
+        world.coordinator.run()
+    assert world.observer.summaries[0]["status"] == ends and not world.observer.steps
