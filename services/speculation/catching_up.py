@@ -13,6 +13,7 @@ from collections.abc import Sequence
 # Share of a request's decode step that a token is expected to save once its drafter is there; the pocket model's chains
 # of 2, acceptance length 1.8 and a third of the step spent on drafting, save about 0.25.
 _SAVED = 0.25
+_CHEAP = 128  # entries that a request gets whatever it may repay: one chunk, as short prompts are
 _UNKNOWN = 1 / 8  # share of the tokens left to it that a response is given before others have told how long they last
 
 
@@ -30,12 +31,12 @@ def expected_remaining(generated: int, left: int, finished: Sequence[int]) -> fl
 def catch_up_plan(missing: Sequence[int], remaining: Sequence[float], budget: int, num_layers: int) -> tuple[int, ...]:
     """Drafter entries to run this round for each request, `budget` together, out of those each is `missing`.
 
-    Most remaining tokens per missing entry first, each as far as the budget goes. Nothing for a request that would not
-    repay it: an entry costs one of the target's `num_layers` layers, a token saves _SAVED of all of them.
+    Most remaining tokens per missing entry first, each as far as the budget goes. Nothing for a long context that its
+    request would not repay: an entry costs one of the target's `num_layers` layers, a token saves _SAVED of them all.
     """
     assert all(n >= 0 for n in missing) and budget >= 0 and num_layers >= 1
     amounts = [0] * len(missing)
-    worth = [r for r, n in enumerate(missing) if n and remaining[r] * _SAVED * num_layers >= n]
+    worth = [r for r, n in enumerate(missing) if n and (n <= _CHEAP or remaining[r] * _SAVED * num_layers >= n)]
     for r in sorted(worth, key=lambda r: -remaining[r] / missing[r]):
         amounts[r] = min(missing[r], budget)
         budget -= amounts[r]

@@ -46,6 +46,10 @@ def test_a_request_near_its_end_does_not_repay_its_context() -> None:
     assert catch_up_plan([4000], [580], 10_000, 8) == (0,), "of few layers the drafter's is a larger part"
 
 
+def test_a_short_prompt_is_not_weighed() -> None:
+    assert catch_up_plan([128, 129], [1, 1], 10_000, 2) == (128, 0)
+
+
 # -- how long others lasted
 
 
