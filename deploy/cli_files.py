@@ -6,6 +6,7 @@ import typer
 
 from deploy.cli_bench_gpu import bench_graphs, bench_tailed
 from deploy.cli_costs import add_benches
+from deploy.cli_engine import bench_acceptance, bench_switch
 from deploy.cli_explain import explain
 from deploy.cli_gain import bench_gain, gain
 
@@ -18,3 +19,5 @@ def add_commands(app: typer.Typer, bench: typer.Typer) -> None:
     bench.command("gain")(bench_gain)
     bench.command("tailed")(bench_tailed)
     bench.command("graphs")(bench_graphs)
+    bench.command("acceptance")(bench_acceptance)
+    bench.command("switch")(bench_switch)

@@ -38,4 +38,4 @@ def load_inputs(config: ClusterConfig) -> Inputs:
 def needs_drafter(config: ClusterConfig) -> bool:
     """Drafter trainers are started only when a strategy drafts with the drafter. Training one that nothing uses would
     burn the idle time for a curve nobody asked for."""
-    return any(s.drafter == "eagle" for s in config.speculation.strategies)
+    return any(s.learned for s in config.speculation.strategies)

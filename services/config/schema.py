@@ -236,7 +236,7 @@ class ClusterConfig(Section):
 
     def _native_problems(self) -> Iterator[str]:
         drafters = {s.drafter for s in self.speculation.strategies}
-        if self.drafter.method == "eagle3" and "eagle" in drafters:
+        if self.drafter.method == "eagle3" and any(s.learned for s in self.speculation.strategies):
             yield (
                 "the native engine does not run EAGLE-3 drafters: drafter.method: eagle3 needs "
                 "rollout.engine.type: sglang; or set drafter.method: eagle"
@@ -250,8 +250,11 @@ class ClusterConfig(Section):
         if switches:
             yield from switching_problems(chosen)
         for s in dict.fromkeys(chosen):
-            if s.drafter == "suffix":
-                yield "drafter 'suffix' is the native engine's: take 'ngram' with rollout.engine.type: sglang"
+            if s.searched:
+                instead = "ngram" if s.drafter == "suffix" else "eagle"
+                yield f"drafter '{s.drafter}' is the native engine's: take '{instead}' with rollout.engine.type: sglang"
+            if s.budget is not None:
+                yield "budget in a strategy is the native engine's: leave it out with rollout.engine.type: sglang"
             if s.drafter == "eagle" and s.sampled and s.topk > 1:
                 yield "SGLang samples drafts in chains only: set topk: 1, or sampled: false for an argmax tree"
             if s.drafter == "eagle" and s.sampled and engine.deterministic:

@@ -48,3 +48,26 @@ class KVStore:
         """Move columns within rows: rows [n,1], source and target [n,k]; compacts an accepted tree path."""
         for store in self.layers:
             store[rows, target] = store[rows, source]
+
+
+class PackedKV:
+    """`store` for N queries out of a ragged block of B rows by Q: what is not asked costs no linear layer.
+
+    `row`, `slot` [N] say where in the block each query stands; attention alone runs over the whole block.
+    """
+
+    def __init__(self, store: KVStore, row: Tensor, slot: Tensor) -> None:
+        self._store, self._row, self._slot = store, row, slot
+
+    def attend(self, layer: int, write_at: Tensor, mask: Tensor, first_row: int = 0) -> Attend:
+        """As KVStore's, for q [1,N,...] and `write_at` [1,N]; mask [B,1,Q,L]."""
+        store, rows, queries = self._store.layers[layer], mask.shape[0], mask.shape[2]
+
+        def run(q: Tensor, kv: Tensor) -> Tensor:
+            store[first_row + self._row, write_at[0]] = kv[0]
+            block = q.new_zeros(rows, queries, *q.shape[2:])
+            block[self._row, self._slot] = q[0]
+            view = store[first_row : first_row + rows, : mask.shape[-1]]
+            return masked_attention(block, view[:, :, 0], view[:, :, 1], mask)[self._row, self._slot][None]
+
+        return run

@@ -33,6 +33,11 @@ class SamplingTensors:
         fields = (self.temperature, self.top_k, self.top_p, self.min_p)
         return SamplingTensors(*(t.repeat_interleave(times) for t in fields), self.plain, self.any_greedy)
 
+    def take(self, index: Tensor) -> SamplingTensors:
+        """Parameters of the rows `index`."""
+        fields = (self.temperature, self.top_k, self.top_p, self.min_p)
+        return SamplingTensors(*(t[index] for t in fields), self.plain, self.any_greedy)
+
 
 def check_sampling(p: SamplingParams) -> None:
     """Refuse what no distribution can be made of; the message names field and range."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.core.errors import WeightError
-from services.models.kv import KVStore
+from services.models.kv import KVStore, PackedKV
 from services.models.layers import LayerWeights, ModelSpec, RopeTable, decoder_layer, layer_weights, rms_norm
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -114,9 +114,16 @@ class TargetModel:
 
     @torch.no_grad()
     def forward(
-        self, ids: Tensor, positions: Tensor, kv: KVStore, write_at: Tensor, mask: Tensor, first_row: int = 0
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        kv: KVStore | PackedKV,
+        write_at: Tensor,
+        mask: Tensor,
+        first_row: int = 0,
     ) -> Tensor:
-        """ids, positions, write_at [B,Q] for B rows of `kv`; mask additive [B,1,Q,L] -> last hidden [B,Q,H].
+        """ids, positions, write_at [B,Q] for B rows of `kv`; mask additive [B,1,Q,L] -> last hidden [B,Q,H]. Packed:
+        [1,N] of them -> [1,N,H].
 
         Keys and values of each query go to column `write_at` of its row; the mask covers columns 0..L-1.
         """

@@ -37,5 +37,5 @@ class Publisher:
 
 
 def build_publisher(config: ClusterConfig, service: PolicyService) -> Publisher:
-    drafts = any(strategy.drafter == "eagle" for strategy in config.speculation.strategies)
+    drafts = any(strategy.learned for strategy in config.speculation.strategies)
     return Publisher(service, Outbox(config.weights, service.device), (EMBED, HEAD) if drafts else ())

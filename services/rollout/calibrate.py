@@ -62,6 +62,7 @@ class _Session:
 
     def run(self, strategies: Sequence[DraftStrategy]) -> None:
         before = self._engine.use_selector(self._recorder)
+        self._engine.feed_at_once(True)  # in portions, a drafter would not draft for most of these short rounds
         try:
             while not self.over:
                 for running, context in _grid(self._limits):
@@ -70,6 +71,7 @@ class _Session:
                         self._rounds(strategy, running, context)
         finally:
             self._engine.abort()
+            self._engine.feed_at_once(False)
             self._engine.use_selector(before)
 
     def _rounds(self, strategy: DraftStrategy, running: int, context: int) -> None:

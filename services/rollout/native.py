@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -18,12 +17,14 @@ from torch import Tensor
 from services.core.errors import RequestError, WeightError
 from services.core.protocols import Clock
 from services.core.types import FinishReason, GroupWork, Rollout, RunningRequest, ServedVersions, StrategySpan
-from services.models.sampling import SamplingTensors, check_sampling, process_logits, sampling_tensors, uniforms
+from services.models.sampling import SamplingTensors, check_sampling, sampling_tensors, uniforms
 from services.models.target import TargetModel, check_names, target_names
 from services.rollout.choices import FORCED, ChoiceLog
-from services.rollout.eagle import CATCH_UP_CHUNK, EagleDrafting
+from services.rollout.eagle import CATCH_UP_CHUNK
+from services.rollout.nodes import node_logprobs
+from services.rollout.proposing import Proposer
 from services.rollout.request import Request, Withdrawn, check_fits, continued_seed, note_version, take_out
-from services.rollout.rows import Rows, tail_mask, tail_table
+from services.rollout.rows import Rows
 from services.rollout.stops import emit, response_text
 from services.rollout.stopwatch import Stopwatch
 from services.speculation.drafting import Draft
@@ -32,11 +33,8 @@ from services.speculation.round import Choice, RoundOutcome, RoundView
 from services.speculation.selector import Selector
 from services.speculation.strategy import OFF, DraftStrategy
 from services.speculation.suffix_index import SuffixIndex
-from services.speculation.tree import TreeShape, tree_shape
 from services.speculation.verify import Verified, count_tries, verify_chain, verify_tree
 from services.weights.parts import Incoming
-
-ROOT_ONLY = TreeShape((-1,))
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,6 @@ class EngineOptions:
         return CATCH_UP_CHUNK + self.max_nodes + 2
 
 
-@lru_cache(maxsize=64)
-def shape_tensors(shape: TreeShape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Depth of each node [Q], and the mask table of the target's pass over all nodes."""
-    return torch.tensor(shape.depths, device=device), tail_table(torch.tensor(shape.sees, device=device), dtype)
-
-
 class NativeEngine:
     """Token-in/token-out generation. Not thread-safe: one owner calls it."""
 
@@ -75,7 +67,6 @@ class NativeEngine:
         self._target, self._options, self._selector = target, options, selector
         self._decode, self._clock = decode, clock
         self._rows = Rows(target, options.max_running, options.max_len, options.spare_columns)
-        self._eagle = EagleDrafting(self._rows)
         self._requests: list[Request] = []  # request of row r
         self._waiting: deque[GroupWork] = deque()
         self._seeds = np.zeros(options.max_running, dtype=np.uint64)
@@ -86,6 +77,7 @@ class NativeEngine:
         self._forced: DraftStrategy | None = None
         self._watch = Stopwatch(target.device, clock)
         self._choices = ChoiceLog()
+        self._proposer = Proposer(self._rows, options.suffix_index, self._watch)
         self.last_strategy = OFF
         self.prefilled = 0, 0.0
 
@@ -173,7 +165,7 @@ class NativeEngine:
 
     def load_drafter(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         self._refuse_backwards("drafter", version, self._drafter_version)
-        self._eagle.load(tensors)
+        self._proposer.eagle.load(tensors)
         self._drafter_version = version
         for request in self._requests:
             note_version(request.drafter_versions, version)
@@ -202,6 +194,10 @@ class NativeEngine:
     def take_spans(self) -> tuple[StrategySpan, ...]:
         return self._choices.take()
 
+    def feed_at_once(self, whole: bool) -> None:
+        """Feed the drafter whole contexts in one round, not in portions: for measurements of what that costs."""
+        self._proposer.portions = not whole
+
     # -- one round
 
     @torch.no_grad()
@@ -216,10 +212,11 @@ class NativeEngine:
         view = self._view()
         choice = Choice(self._forced, FORCED) if self._forced else self._selector.choose(view)
         chosen = choice.strategy
-        draft = self._propose(chosen)
+        draft = self._proposer.propose(chosen, self._requests, self._row_sampling(), self._uniforms)
         self._watch.lap("draft")
         self.last_strategy = chosen if draft.shape.num_nodes > 1 else OFF
         verified, logprobs = self._verify(draft)
+        self._proposer.learn(self._requests, verified.num_accepted_tokens.tolist())
         self._watch.lap("verify")
         emitted, finished = self._commit(draft, verified, logprobs)
         counts = count_tries(draft, verified)
@@ -284,48 +281,18 @@ class NativeEngine:
             self._sampling[times] = self._sampling[1].repeat(times)
         return self._sampling[times]
 
-    def _propose(self, strategy: DraftStrategy) -> Draft:
-        if strategy.drafter == "suffix":
-            return self._propose_suffix(strategy)
-        # a one-token prompt has no hidden state to draft from before its first round
-        if strategy.drafter == "eagle" and self._rows.lengths[: self._rows.count].min() > 1:
-            if not self._eagle.ready:
-                raise WeightError(f"strategy {strategy.name} needs a drafter: load one, or use strategy off")
-            hidden = self._eagle.catch_up()
-            self._watch.lap("extend")
-            return self._eagle.propose(strategy, hidden, self._row_sampling(), self._uniforms)
-        empty = torch.zeros(self.num_running, 0, dtype=torch.long, device=self._target.device)
-        return Draft(ROOT_ONLY, empty, None, torch.zeros_like(self._rows.base()))
-
-    def _propose_suffix(self, strategy: DraftStrategy) -> Draft:
-        index = self._options.suffix_index
-        assert index is not None, "the service makes a suffix index when a strategy needs one"
-        found = [index.propose(r.work.prompt.id, r.last_ids(index.max_match), strategy.depth) for r in self._requests]
-        longest = max(len(f) for f in found)
-        padded = torch.tensor([[*f, *[0] * (longest - len(f))] for f in found], dtype=torch.long)
-        lengths = torch.tensor([len(f) for f in found], device=self._target.device)
-        return Draft(tree_shape(longest, 1, longest + 1), padded.to(self._target.device), None, lengths)
-
     def _verify(self, draft: Draft) -> tuple[Verified, Tensor]:
         """Target over all nodes, then verification. Also returns log-probabilities [B,Q,V], processed."""
-        rows, nodes = self._rows, draft.shape.num_nodes
-        base = rows.base()
-        write_at = base[:, None] + torch.arange(nodes, device=base.device)
-        depths, table = shape_tensors(draft.shape, self._target.dtype, base.device)
-        last = rows.tokens[rows.row_index(), base[:, None]]
-        mask = tail_mask(base, table, rows.longest() - 1 + nodes)
-        ids = torch.cat([last, draft.tokens], dim=1)
-        hidden = self._target.forward(ids, base[:, None] + depths, rows.kv, write_at, mask)
-        rows.hidden[rows.row_index(), write_at] = hidden
-        logits = self._target.logits(hidden).flatten(0, 1)
-        logprobs = process_logits(logits, self._row_sampling(nodes)).log_softmax(-1)
-        logprobs = logprobs.unflatten(0, (rows.count, nodes))
+        nodes = draft.shape.num_nodes
+        logprobs = node_logprobs(self._rows, draft, self._row_sampling(nodes))
         numbers, threshold = self._uniforms(nodes), self._options.accept_threshold
         if draft.shape.is_chain:
             probs = logprobs.exp()
             return verify_chain(probs, draft.tokens, draft.probs, draft.lengths, numbers, threshold), logprobs
-        verified = verify_tree(logprobs.exp(), draft.tokens, draft.probs, draft.shape, numbers, threshold)
-        self._compact(base, verified)
+        verified = verify_tree(
+            logprobs.exp(), draft.tokens, draft.probs, draft.lengths, draft.shape, numbers, threshold
+        )
+        self._compact(self._rows.base(), verified)
         return verified, logprobs
 
     def _compact(self, base: Tensor, verified: Verified) -> None:
@@ -376,6 +343,7 @@ class NativeEngine:
     def _close(self, row: int, reason: FinishReason) -> Rollout:
         """Free the row; rows are closed from the last to the first, so that moves do not disturb pending ones."""
         request = self._free(row)
+        self._proposer.ended(len(request.response_ids))
         text = response_text(request.response_ids, request.sampling, self._decode)
         return request.finish(reason, text, self._clock(), self._options.server)
 

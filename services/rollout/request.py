@@ -18,6 +18,7 @@ from services.core.types import (
     ServedVersions,
 )
 from services.speculation.acceptance import AcceptanceCounter
+from services.speculation.budget import AcceptanceRate
 
 
 def note_version(versions: list[int], version: int | None) -> None:
@@ -150,6 +151,7 @@ class Request(RequestLife):
     response_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     acceptance: AcceptanceCounter = field(default_factory=AcceptanceCounter)
+    learned: AcceptanceRate = field(default_factory=AcceptanceRate)  # of the EAGLE drafter's tokens
 
     @classmethod
     def begin(cls, work: GroupWork, index: int, seed: int, now_s: float) -> Request:

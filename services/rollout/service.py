@@ -36,7 +36,7 @@ from services.rollout.native import EngineOptions, NativeEngine
 from services.rollout.sglang.build import build_sglang_engine
 from services.rollout.sglang.engine import SGLangEngine
 from services.speculation.adaptive import Adaptive
-from services.speculation.cost_table import LOOK_UP, NETWORK
+from services.speculation.cost_table import NETWORK
 from services.speculation.gain import predict
 from services.speculation.selector import make_selector
 from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
@@ -205,7 +205,7 @@ def _native_engine(
 ) -> tuple[NativeEngine, Callable[[], None] | None]:
     """The engine, and what it has to do behind a load of weights."""
     torch.set_num_threads(engine.threads)
-    needs_index = any(s.drafter in LOOK_UP for s in strategies)
+    needs_index = any(s.searched for s in config.speculation.strategies)
     options = EngineOptions(
         max_running=engine.max_running,
         max_len=engine.max_len,

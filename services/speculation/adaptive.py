@@ -28,6 +28,9 @@ from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 
 STANDS_FOR = 8  # rounds that a choice stands for within a batch bucket: deciding costs time, too
 CHECK_GAP = 6  # rounds between two checks
+# Rounds after which OFF is run again, if a check can be paid for: everything that is told of gains is measured by it, and
+# a figure that nothing corrects drifts with the common factor.
+REFERENCE_GAP = 256
 _CREDIT, _MOST_CREDIT = 4.0, 8.0  # rounds whose time is there for checks at first and with a new drafter; at most
 _WASTED = 0.5  # of catching up for a check: if the strategy pays, it had to be done anyway
 _TOKENS_BESIDE, _SECONDS_BESIDE = 1.0, 1.0  # standard deviations beside the mean that count as plausible
@@ -138,7 +141,9 @@ class Adaptive:
         losses = {
             o.strategy.name: loss
             for o in outlooks
-            if o is not best and (loss := self._loss(o, best, view)) <= self._credit_s and self._may_beat(o, best, view)
+            if o is not best
+            and (loss := self._loss(o, best, view)) <= self._credit_s
+            and (self._may_beat(o, best, view) or self._old_reference(o))
         }
         candidates = [o for o in outlooks if o.strategy.name in losses]
         if not candidates:
@@ -147,6 +152,9 @@ class Adaptive:
         self._credit_s -= max(0.0, losses[chosen.strategy.name])
         self._checked_at = self._round
         return chosen
+
+    def _old_reference(self, other: Outlook) -> bool:
+        return other.strategy.is_off and self._round - self._used.get(other.strategy.name, 0) >= REFERENCE_GAP
 
     def _loss(self, other: Outlook, best: Outlook, view: RoundView) -> float:
         """Seconds that a round with `other` is expected to lose against the best one."""

@@ -1,20 +1,22 @@
-"""Drawing draft tokens from the drafter's distribution: one child, or several siblings without replacement."""
+"""Drawing draft tokens from the drafter's distribution: one child, or several siblings without replacement; and putting
+drafts of several origins into one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from services.models.sampling import SamplingTensors, draw, process_logits
-from services.speculation.tree import TreeShape
+from services.speculation.tree import TreeShape, chain
 
 
 @dataclass(frozen=True)
 class Draft:
     """What goes to verification. `tokens` [B,Q-1] for nodes 1..Q-1 of `shape`; `probs` [B,Q-1,V] the distribution each
-    was drawn from, or None for one-hot drafts; `lengths` [B] valid tokens per row (chains may be ragged)."""
+    was drawn from, or None for one-hot drafts; `lengths` [B] valid tokens per row: nodes past them are not offered."""
 
     shape: TreeShape
     tokens: Tensor
@@ -58,3 +60,32 @@ def _greedy_siblings(logits: Tensor, sampling: SamplingTensors, tokens: Tensor, 
     one_hot = torch.zeros_like(probs).scatter_(-1, best[..., None], 1.0)
     greedy = (sampling.temperature == 0)[:, None]
     return torch.where(greedy, best, tokens), torch.where(greedy[..., None], one_hot, probs)
+
+
+def one_hot_chains(rows: Sequence[Sequence[int]], device: torch.device) -> Draft:
+    """Ragged chains of tokens that no chance chose."""
+    longest = max(map(len, rows))
+    padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.long, device=device)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    return Draft(chain(longest), padded.reshape(len(rows), longest), None, lengths)
+
+
+def appended(drawn: Draft, rows: Sequence[Sequence[int]]) -> Draft:
+    """Chains `drawn` from a drafter (their lengths [B] say how much of each counts), continued by `rows`: tokens that
+    no chance chose, one-hot where there are `probs`.
+
+    Lossless, though what is appended may depend on the tokens drawn: verification comes to a token only when it has
+    accepted all before it, and given those the token and its distribution are fixed. Whether a row is drawn at all and
+    how long it is must not depend on what would have been drawn: a chain kept for its luck is accepted too often.
+    """
+    kept, device = drawn.lengths.tolist(), drawn.tokens.device
+    heads = [row[:n] for row, n in zip(drawn.tokens.tolist(), kept, strict=True)]
+    out = one_hot_chains([[*head, *row] for head, row in zip(heads, rows, strict=True)], device)
+    if drawn.probs is None:
+        return out
+    probs = torch.zeros(*out.tokens.shape, drawn.probs.shape[-1], dtype=drawn.probs.dtype, device=device)
+    probs.scatter_(-1, out.tokens[..., None], 1.0)
+    width = min(drawn.tokens.shape[1], out.tokens.shape[1])
+    own = torch.arange(width, device=device) < drawn.lengths[:, None]
+    probs[:, :width] = torch.where(own[..., None], drawn.probs[:, :width], probs[:, :width])
+    return Draft(out.shape, out.tokens, probs, out.lengths)

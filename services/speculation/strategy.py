@@ -12,27 +12,41 @@ from services.speculation.tree import TreeShape, tree_shape
 
 @dataclass(frozen=True)
 class DraftStrategy:
-    """`depth` draft passes, `topk` branches per node, `num_draft_tokens` nodes to verify including the root."""
+    """`depth` draft passes, `topk` branches per node, `num_draft_tokens` nodes to verify including the root (hybrid: at
+    most so many)."""
 
     name: str
-    drafter: Literal["off", "eagle", "suffix", "ngram"]
+    drafter: Literal["off", "eagle", "suffix", "hybrid", "ngram"]
     depth: int
     topk: int
     num_draft_tokens: int
     sampled: bool
+    budget: int | None = None
 
     @property
     def is_off(self) -> bool:
         return self.drafter == "off"
 
     @property
+    def longest(self) -> int:
+        """Most draft tokens behind one another."""
+        return self.num_draft_tokens - 1 if self.drafter == "hybrid" else self.depth
+
+    @property
     def shape(self) -> TreeShape:
+        """Of what is drawn in `depth` passes."""
         return tree_shape(self.depth, self.topk, self.num_draft_tokens)
 
 
 def draft_strategy(config: StrategyConfig) -> DraftStrategy:
     return DraftStrategy(
-        strategy_name(config), config.drafter, config.depth, config.topk, config.num_draft_tokens, config.sampled
+        strategy_name(config),
+        config.drafter,
+        config.depth,
+        config.topk,
+        config.num_draft_tokens,
+        config.sampled,
+        config.budget,
     )
 
 

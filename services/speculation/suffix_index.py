@@ -3,13 +3,32 @@
 Per prompt, every context of `min_match`..`max_match` tokens remembers how often each token followed it: in the prompt,
 in sibling responses of the group (while they still run) and in earlier epochs. Proposals follow the longest context
 known, most frequent continuation first (after SuffixDecoding, Oliaro et al. 2025; ours counts n-grams in hash maps
-instead of a suffix tree: bounded match length, constant time per token, exact eviction).
+instead of a suffix tree: bounded match length, constant time per token, exact eviction). Each comes with the confidence
+that it is right, so that a draft can end where going on would not pay.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
+
+# Doubt in a context of n tokens: as if a token never seen had followed it 4 / n times. From rollouts of the pocket
+# model at temperature 1, the target's mean probability of the follower against `confidence`: a context of 2 seen once
+# 0.34 and 0.33, of 3 0.42 and 0.43, of 4 0.59 and 0.50, of 8 0.73 and 0.67, two or three times 0.87 and 0.83.
+_DOUBT = 4.0
+
+
+class Follower(NamedTuple):
+    """A proposed token; `confidence` that it is accepted if all before it are."""
+
+    token: int
+    confidence: float
+
+
+def confidence(match: int, count: int, total: int) -> float:
+    """That the follower seen `count` of `total` times behind a context of `match` tokens is the next token."""
+    return count / (total + _DOUBT / match)
 
 
 class SuffixIndex:
@@ -44,23 +63,27 @@ class SuffixIndex:
         if self._maps.pop(key, None) is not None:
             self._num_tokens -= self._sizes.pop(key)
 
-    def propose(self, key: str, tokens: Sequence[int], depth: int) -> list[int]:
-        """Up to `depth` tokens that may follow; empty when no context is known."""
+    def propose(
+        self, key: str, tokens: Sequence[int], most: int, least: float = 0.0, reach: float = 1.0
+    ) -> list[Follower]:
+        """Up to `most` tokens that may follow; empty when no context is known. Ends before the token that is accepted
+        with a probability below `least`, when `reach` is that of getting to the first."""
         contexts = self._maps.get(key)
         if not contexts:
             return []
-        tail, proposed = list(tokens[-self.max_match :]), list[int]()
-        while len(proposed) < depth:
+        tail, proposed = list(tokens[-self.max_match :]), list[Follower]()
+        while len(proposed) < most:
             follower = self._follower(contexts, tail)
-            if follower is None:
+            if follower is None or (reach := reach * follower.confidence) < least:
                 break
             proposed.append(follower)
-            tail = [*tail[1 - self.max_match :], follower] if self.max_match > 1 else [follower]
+            tail = [*tail[1 - self.max_match :], follower.token] if self.max_match > 1 else [follower.token]
         return proposed
 
-    def _follower(self, contexts: dict[tuple[int, ...], Counter[int]], tail: list[int]) -> int | None:
+    def _follower(self, contexts: dict[tuple[int, ...], Counter[int]], tail: list[int]) -> Follower | None:
         for n in range(min(self.max_match, len(tail)), self._min - 1, -1):
             seen = contexts.get(tuple(tail[-n:]))
             if seen:
-                return max(seen, key=seen.__getitem__)
+                best = max(seen, key=seen.__getitem__)
+                return Follower(best, confidence(n, seen[best], seen.total()))
         return None

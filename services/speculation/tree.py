@@ -92,6 +92,11 @@ def tree_shape(depth: int, topk: int, num_draft_tokens: int) -> TreeShape:
     return TreeShape(tuple(parent for parent, _ in nodes))
 
 
+def chain(length: int) -> TreeShape:
+    """`length` tokens behind the root."""
+    return tree_shape(length, 1, length + 1)
+
+
 def level_order(shape: TreeShape) -> TreeShape:
     """The same tree numbered breadth first, so that the children of a node are neighbours."""
     order, number = [0], {0: 0}

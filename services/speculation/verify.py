@@ -91,12 +91,14 @@ def verify_tree(
     target_probs: Tensor,
     draft_tokens: Tensor,
     draft_probs: Tensor | None,
+    draft_lengths: Tensor,
     shape: TreeShape,
     uniforms: Tensor,
     accept_threshold: float = EXACT,
 ) -> Verified:
     """target_probs [B,Q,V] per node, draft_tokens [B,Q-1] for nodes 1..Q-1, draft_probs [B,Q-1,V] (for each node the
-    distribution it was drawn from, earlier siblings taken out) or None, uniforms float64 [B,Q]."""
+    distribution it was drawn from, earlier siblings taken out) or None, draft_lengths [B] in 0..Q-1: nodes past a row's
+    are not offered, which leaves that row a smaller tree; uniforms float64 [B,Q]."""
     rows, nodes = target_probs.shape[:2]
     current = torch.zeros(rows, dtype=torch.long, device=target_probs.device)
     accepted = torch.zeros_like(current)
@@ -110,7 +112,7 @@ def verify_tree(
         else:
             refused = draft_probs[:, node - 1]
             draft_prob = refused.gather(-1, token)[:, 0]
-        asked = current == shape.parents[node]
+        asked = (current == shape.parents[node]) & (node <= draft_lengths)
         accept = asked & _accepts(target_prob, draft_prob, uniforms[:, node - 1], accept_threshold)
         left = residual(rest, refused)
         rest = torch.where((asked & ~accept)[:, None], left, rest)
@@ -133,6 +135,6 @@ def count_tries(draft: Draft, verified: Verified) -> tuple[tuple[int, ...], tupl
         for k in range(count):
             accepted[k] += 1
             tried[k] += 1
-        if count < length and children[path[count - 1] if count else 0]:
+        if any(child <= length for child in children[path[count - 1] if count else 0]):
             tried[count] += 1
     return tuple(tried), tuple(accepted)

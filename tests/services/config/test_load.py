@@ -297,6 +297,16 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
             "proposes chains",
             "set topk to 1",
         ),
+        (
+            ["speculation.selector.strategy={drafter: hybrid, depth: 4, num_draft_tokens: 4}"],
+            "chains of at least its depth",
+            "num_draft_tokens to 5 or more",
+        ),
+        (
+            ["speculation.selector.strategy={drafter: eagle, depth: 2, num_draft_tokens: 3, budget: 3}"],
+            "shares out the tokens of EAGLE chains",
+            "at most the depth",
+        ),
         (["speculation.selector.strategy.depth=2"], "drafts nothing", "leave depth and num_draft_tokens out"),
         (
             ["speculation.selector={type: beg_mab, buckets: [{min_running: 2, strategies: [{}]}]}"],

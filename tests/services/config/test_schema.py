@@ -14,11 +14,18 @@ from services.core.errors import ConfigError
 SGLANG = ("rollout.engine.type=sglang", "placement={gpus_per_slot: 1, policy_gpus: 1}")
 
 
-def strategy(drafter: str, depth: int, topk: int = 1, nodes: int | None = None, sampled: bool = False) -> str:
+def strategy(
+    drafter: str,
+    depth: int,
+    topk: int = 1,
+    nodes: int | None = None,
+    sampled: bool = False,
+    budget: int | None = None,
+) -> str:
     nodes = depth + 1 if nodes is None else nodes
     return (
         f"speculation.selector.strategy={{drafter: {drafter}, depth: {depth}, topk: {topk}, "
-        f"num_draft_tokens: {nodes}, sampled: {str(sampled).lower()}}}"
+        f"num_draft_tokens: {nodes}, sampled: {str(sampled).lower()}, budget: {budget or 'null'}}}"
     )
 
 
@@ -57,6 +64,8 @@ def test_what_sglang_runs(chosen: str, method: str) -> None:
     ("overrides", "problem", "remedy"),
     [
         ([strategy("suffix", 4)], "'suffix' is the native engine's", "take 'ngram' with rollout.engine.type: sglang"),
+        ([strategy("hybrid", 2, 1, 8)], "'hybrid' is the native engine's", "take 'eagle'"),
+        ([strategy("eagle", 3, budget=2)], "budget in a strategy is the native engine's", "leave it out"),
         ([strategy("eagle", 3, 2, 6, sampled=True)], "samples drafts in chains only", "set topk: 1, or sampled: false"),
         (
             [strategy("eagle", 3, sampled=True), "rollout.engine.deterministic=true"],
@@ -214,6 +223,7 @@ def test_other_arguments_of_the_engine_are_handed_on() -> None:
             "does not run EAGLE-3",
             "needs rollout.engine.type: sglang; or set drafter.method: eagle",
         ),
+        ([strategy("hybrid", 2, 1, 8), "drafter.method=eagle3"], "does not run EAGLE-3", "set drafter.method: eagle"),
     ],
 )
 def test_what_the_native_engine_cannot_have(overrides: list[str], problem: str, remedy: str) -> None:
@@ -223,6 +233,7 @@ def test_what_the_native_engine_cannot_have(overrides: list[str], problem: str, 
 
 def test_what_only_the_native_engine_runs() -> None:
     assert mistakes(strategy("suffix", 4)) == []
+    assert mistakes(strategy("hybrid", 2, 1, 8)) == mistakes(strategy("eagle", 5, budget=2)) == []
     assert mistakes(strategy("eagle", 3, 2, 6, sampled=True), "rollout.sampling.top_p=0.9") == []
     assert mistakes(strategy("suffix", 4), "drafter.method=eagle3") == [], "nothing drafts with it"
 

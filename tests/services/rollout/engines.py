@@ -14,21 +14,37 @@ from transformers import PreTrainedModel
 from services.config.speculation import StrategyConfig
 from services.core.types import GroupWork, Prompt, Rollout, SamplingParams
 from services.models.target import TargetModel
+from services.rollout.eagle import EagleDrafting
 from services.rollout.native import EngineOptions, NativeEngine
+from services.speculation.drafting import Draft
 from services.speculation.round import Choice, RoundOutcome, RoundView
 from services.speculation.selector import Fixed, Selector
 from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
-from services.speculation.suffix_index import SuffixIndex
+from services.speculation.suffix_index import Follower, SuffixIndex
 from tests.services.models.tiny import CPU, greedy_path, spec_of, tensors_of
 
 Ids = tuple[int, ...]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 
 
-def strategy(drafter: str, depth: int, topk: int = 1, nodes: int | None = None, sampled: bool = True) -> DraftStrategy:
+def strategy(
+    drafter: str,
+    depth: int,
+    topk: int = 1,
+    nodes: int | None = None,
+    sampled: bool = True,
+    budget: int | None = None,
+) -> DraftStrategy:
     nodes = depth + 1 if nodes is None else nodes
     return draft_strategy(
-        StrategyConfig(drafter=drafter, depth=depth, topk=topk, num_draft_tokens=nodes, sampled=sampled)  # type: ignore[arg-type]
+        StrategyConfig(
+            drafter=drafter,  # type: ignore[arg-type]
+            depth=depth,
+            topk=topk,
+            num_draft_tokens=nodes,
+            sampled=sampled,
+            budget=budget,
+        )
     )
 
 
@@ -40,7 +56,9 @@ TREES = [
     strategy("eagle", 3, 4, 12),
 ]
 SUFFIX = [strategy("suffix", 2), strategy("suffix", 6)]
-EVERY = [OFF, *CHAINS, *TREES, *SUFFIX]
+HYBRID = [strategy("hybrid", 2, nodes=6), strategy("hybrid", 1, nodes=8, sampled=False), strategy("hybrid", 3)]
+SHARED = [strategy("eagle", 5, budget=2), strategy("hybrid", 4, nodes=7, budget=1)]
+EVERY = [OFF, *CHAINS, *TREES, *SUFFIX, *HYBRID, *SHARED]
 
 
 class Switching:
@@ -67,8 +85,20 @@ class Scripted(SuffixIndex):
     def observe(self, key: str, tokens: Sequence[int], start: int) -> None:
         """Knows nothing by itself."""
 
-    def propose(self, key: str, tokens: Sequence[int], depth: int) -> list[int]:
-        return self._script(list(tokens), depth)
+    def propose(
+        self, key: str, tokens: Sequence[int], most: int, least: float = 0.0, reach: float = 1.0
+    ) -> list[Follower]:
+        return [Follower(token, 1.0) for token in self._script(list(tokens), most)]
+
+
+def draft_now(engine: NativeEngine, s: DraftStrategy, eagle: EagleDrafting | None = None) -> Draft:
+    """What the EAGLE drafter proposes for all rows of the engine, caught up as far as it goes."""
+    eagle = eagle or engine._proposer.eagle
+    eagle.feed(eagle.missing().tolist())
+    caught = eagle.catch_up()
+    assert all(caught.ready)
+    lengths = [s.shape.num_nodes - 1] * len(caught.ready)
+    return eagle.propose(s.shape, s.sampled, caught.hidden, lengths, engine._row_sampling(), engine._uniforms)
 
 
 def letters(ids: Iterable[int]) -> str:

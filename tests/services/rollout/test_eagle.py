@@ -18,7 +18,7 @@ from services.models.sampling import process_logits, sampling_tensors
 from services.rollout.native import NativeEngine
 from services.speculation.strategy import DraftStrategy
 from tests.services.models.tiny import CPU, FAMILIES, causal_mask, random_drafter, spec_of, tiny_model
-from tests.services.rollout.engines import CHAINS, TREES, group, make_engine, prompts
+from tests.services.rollout.engines import CHAINS, TREES, draft_now, group, make_engine, prompts
 
 VOCAB = 32
 MIXED = (SamplingParams(max_tokens=30), SamplingParams(temperature=0.6, top_k=9, max_tokens=30))
@@ -61,7 +61,7 @@ def running(kind: str, s: DraftStrategy) -> tuple[PreTrainedModel, dict[str, Ten
 @pytest.mark.parametrize("s", [*CHAINS, *TREES], ids=lambda s: s.name)
 def test_every_node_is_drawn_from_the_networks_own_distribution(kind: str, s: DraftStrategy) -> None:
     model, drafter, engine = running(kind, s)
-    draft = engine._eagle.propose(s, engine._eagle.catch_up(), engine._row_sampling(), engine._uniforms)
+    draft = draft_now(engine, s)
     assert (draft.probs is not None) == s.sampled and draft.lengths.tolist() == [s.num_draft_tokens - 1] * 3
     for row, request in enumerate(engine._requests):
         known, tokens = [*request.work.prompt.token_ids, *request.response_ids], [-1, *draft.tokens[row].tolist()]
@@ -103,7 +103,7 @@ def test_rows_in_need_of_several_catch_up_chunks_draft_alike() -> None:
         engine.submit(group(ids, 1, MIXED[0], first_seed=n))
     engine._admit()
     for _ in range(2):
-        draft = engine._eagle.propose(CHAINS[2], engine._eagle.catch_up(), engine._row_sampling(), engine._uniforms)
+        draft = draft_now(engine, CHAINS[2])
         assert draft.probs is not None
         for row, request in enumerate(engine._requests):
             known = [*request.work.prompt.token_ids, *request.response_ids]

@@ -198,7 +198,7 @@ def drafter_tensors(eagle: EagleDrafting) -> list[Tensor]:
 def test_a_drafter_load_never_touches_the_target_nor_the_reverse(kind: str) -> None:
     model = model_of(kind)
     engine = make_engine(model, CHAINS[2], random_drafter(spec_of(model)))
-    target, eagle = engine._target, engine._eagle
+    target, eagle = engine._target, engine._proposer.eagle
     before = [t.clone() for t in weight_tensors(target.weights)]
     engine.load_drafter(1, contrary_drafter(spec_of(model)))
     assert all(torch.equal(a, b) for a, b in zip(weight_tensors(target.weights), before, strict=True))

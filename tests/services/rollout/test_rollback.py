@@ -26,7 +26,17 @@ from tests.services.models.tiny import (
     tiny_model,
     tiny_target,
 )
-from tests.services.rollout.engines import CHAINS, EVERY, TREES, Scripted, Switching, group, make_engine, prompts
+from tests.services.rollout.engines import (
+    CHAINS,
+    EVERY,
+    TREES,
+    Scripted,
+    Switching,
+    draft_now,
+    group,
+    make_engine,
+    prompts,
+)
 
 VOCAB = 32
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=30)
@@ -41,7 +51,7 @@ def fresh_rows(engine: NativeEngine, model, drafter) -> Rows:
     if drafter is not None and min(map(len, sequences)) > 1:
         eagle = EagleDrafting(rows)
         eagle.load(drafter)
-        eagle.catch_up()
+        eagle.feed(eagle.missing().tolist())
     return rows
 
 
@@ -198,9 +208,7 @@ def test_drafts_do_not_depend_on_how_the_drafter_came_there(s: DraftStrategy) ->
         engine.step()
     argmax = DraftStrategy(s.name, s.drafter, s.depth, s.topk, s.num_draft_tokens, sampled=False)
     with torch.no_grad():
-        after = engine._eagle.propose(argmax, engine._eagle.catch_up(), engine._row_sampling(), engine._uniforms)
+        after = draft_now(engine, argmax)
         fresh = EagleDrafting(fresh_rows(engine, model, None))
         fresh.load(random_drafter(spec_of(model)))
-        assert torch.equal(
-            fresh.propose(argmax, fresh.catch_up(), engine._row_sampling(), engine._uniforms).tokens, after.tokens
-        )
+        assert torch.equal(draft_now(engine, argmax, fresh).tokens, after.tokens)

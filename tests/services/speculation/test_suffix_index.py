@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.speculation.suffix_index import SuffixIndex
+from services.speculation.suffix_index import Follower, SuffixIndex, confidence
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 
@@ -15,32 +17,38 @@ def filled(max_tokens: int = 1000, **sequences: list[int]) -> SuffixIndex:
     return index
 
 
+def said_by(index: SuffixIndex, key: str, tail: list[int], most: int) -> list[int]:
+    return [f.token for f in index.propose(key, tail, most)]
+
+
 def test_a_known_response_is_proposed_to_its_end() -> None:
     index = filled(p=[1, 2, 3, 4, 5, 6, 7])
-    assert index.propose("p", [9, 9, 2, 3], 3) == [4, 5, 6]
-    assert index.propose("p", [2, 3], 10) == [4, 5, 6, 7]
-    assert index.propose("p", [6, 7], 4) == [] and index.propose("p", [3], 4) == [] and index.propose("p", [], 4) == []
+    assert said_by(index, "p", [9, 9, 2, 3], 3) == [4, 5, 6]
+    assert said_by(index, "p", [2, 3], 10) == [4, 5, 6, 7]
+    assert (
+        said_by(index, "p", [6, 7], 4) == [] and said_by(index, "p", [3], 4) == [] and said_by(index, "p", [], 4) == []
+    )
 
 
 def test_the_longest_context_decides_then_the_most_frequent() -> None:
     index = SuffixIndex(1000)
     for tokens in ([1, 5, 6, 7], [2, 5, 6, 8], [3, 5, 6, 8]):
         index.observe("p", tokens, 0)
-    assert index.propose("p", [9, 5, 6], 1) == [8]
-    assert index.propose("p", [1, 5, 6], 1) == [7]
+    assert said_by(index, "p", [9, 5, 6], 1) == [8]
+    assert said_by(index, "p", [1, 5, 6], 1) == [7]
 
 
 def test_proposals_never_come_from_other_prompts() -> None:
     index = filled(p=[1, 2, 3, 4], q=[1, 2, 9, 9])
-    assert index.propose("p", [1, 2], 2) == [3, 4] and index.propose("q", [1, 2], 2) == [9, 9]
-    assert index.propose("unknown", [1, 2], 2) == []
+    assert said_by(index, "p", [1, 2], 2) == [3, 4] and said_by(index, "q", [1, 2], 2) == [9, 9]
+    assert said_by(index, "unknown", [1, 2], 2) == []
 
 
 @given(st.dictionaries(st.sampled_from("pqr"), TOKENS, min_size=1), TOKENS, st.integers(1, 9))
 def test_every_proposal_was_seen_after_its_context(known: dict[str, list[int]], tail: list[int], depth: int) -> None:
     index = filled(**known)
     for key, tokens in known.items():
-        proposed = index.propose(key, tail, depth)
+        proposed = said_by(index, key, tail, depth)
         assert len(proposed) <= depth
         said = list(tail)
         for token in proposed:
@@ -62,7 +70,7 @@ def test_feeding_token_by_token_is_feeding_at_once(tokens: list[int], cuts: list
         start = end
     assert whole.num_tokens == pieces.num_tokens == len(tokens)
     for i in range(len(tokens)):
-        assert whole.propose("p", tokens[: i + 1], 6) == pieces.propose("p", tokens[: i + 1], 6)
+        assert said_by(whole, "p", tokens[: i + 1], 6) == said_by(pieces, "p", tokens[: i + 1], 6)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), TOKENS), max_size=30), st.integers(5, 60))
@@ -78,8 +86,8 @@ def test_the_least_recently_fed_prompt_goes_first() -> None:
     for key in "abc":
         index.observe(key, [1, 2, 3, 4], 0)
     index.observe("a", [1, 2], 0)
-    assert index.propose("b", [1, 2], 2) == [] and index.num_tokens == 10
-    assert index.propose("a", [1, 2], 2) == [3, 4] == index.propose("c", [1, 2], 2)
+    assert said_by(index, "b", [1, 2], 2) == [] and index.num_tokens == 10
+    assert said_by(index, "a", [1, 2], 2) == [3, 4] == said_by(index, "c", [1, 2], 2)
 
 
 def test_one_prompt_alone_is_bounded_too() -> None:
@@ -88,9 +96,9 @@ def test_one_prompt_alone_is_bounded_too() -> None:
         index.observe("p", [1, 2, 3, 4, 5, 6, 7], 0)
         assert index.num_tokens <= 20
     index.observe("p", list(range(21)), 0)
-    assert index.num_tokens == 0 and index.propose("p", [1, 2], 2) == []
+    assert index.num_tokens == 0 and said_by(index, "p", [1, 2], 2) == []
     index.observe("p", [1, 2, 3], 0)
-    assert index.propose("p", [1, 2], 2) == [3]
+    assert said_by(index, "p", [1, 2], 2) == [3]
 
 
 def test_a_forgotten_prompt_leaves_nothing_and_the_others_stay() -> None:
@@ -99,6 +107,37 @@ def test_a_forgotten_prompt_leaves_nothing_and_the_others_stay() -> None:
     index.observe("b", [1, 2, 7, 8], 0)
     index.forget("a")
     index.forget("never seen")
-    assert index.num_tokens == 4 and index.propose("a", [2, 3], 2) == [] and index.propose("b", [1, 2], 2) == [7, 8]
+    assert index.num_tokens == 4 and said_by(index, "a", [2, 3], 2) == []
+    assert said_by(index, "b", [1, 2], 2) == [7, 8]
     index.observe("a", [9, 9, 9], 0)
     assert index.num_tokens == 7
+
+
+# -- confidence
+
+
+@given(st.integers(1, 8), st.integers(1, 50), st.integers(0, 50))
+def test_confidence_grows_with_the_match_and_with_what_was_seen(match: int, count: int, other: int) -> None:
+    here = confidence(match, count, count + other)
+    assert 0 < here < 1 and here <= count / (count + other)
+    assert here < confidence(match + 1, count, count + other)
+    assert here < confidence(match, count + 1, count + 1 + other)
+    assert here > confidence(match, count, count + other + 1)
+
+
+def test_each_token_tells_how_often_its_context_went_on_so() -> None:
+    index = SuffixIndex(1000, 2, 2)
+    for seen in ([1, 2, 3], [1, 2, 3], [1, 2, 4]):
+        index.observe("p", seen, 0)
+    assert index.propose("p", [1, 2], 1) == [Follower(3, confidence(2, 2, 3))]
+
+
+@given(TOKENS, TOKENS, st.floats(0, 1), st.floats(0, 1))
+def test_a_draft_ends_before_the_token_that_is_hardly_reached(
+    known: list[int], tail: list[int], least: float, reach: float
+) -> None:
+    index = filled(p=known)
+    everything, cut = index.propose("p", tail, 9), index.propose("p", tail, 9, least, reach)
+    assert cut == everything[: len(cut)]
+    reached = [reach * math.prod(f.confidence for f in everything[: n + 1]) for n in range(len(everything))]
+    assert len(cut) == sum(r >= least for r in reached), "reach only falls, so the tokens kept are the first ones"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from services.core.types import SamplingParams
 from services.models.sampling import SamplingTensors, draw, process_logits, sampling_tensors
-from services.speculation.tree import TreeShape, level_order, tree_shape
+from services.speculation.drafting import Draft, appended
+from services.speculation.tree import TreeShape, chain, level_order, tree_shape
 from services.speculation.verify import Verified, leading_accepts, residual, verify_chain, verify_tree
 from tests.services.models.test_sampling import reference
 from tests.services.models.tiny import CPU
@@ -71,12 +73,8 @@ def by_hand(logits: Conditional, p: SamplingParams) -> Conditional:
     return cache(lambda prefix: torch.tensor(reference(logits(prefix).tolist(), p), dtype=torch.float64))
 
 
-def chain(n: int) -> TreeShape:
-    return tree_shape(n, 1, n + 1)
-
-
 def tree(shape: TreeShape) -> Verify:
-    return lambda t, tokens, q, lengths, u: verify_tree(t, tokens, q, shape, u)
+    return lambda t, tokens, q, lengths, u: verify_tree(t, tokens, q, lengths, shape, u)
 
 
 def gap(
@@ -234,6 +232,82 @@ def test_siblings_of_a_nearly_certain_drafter(gap_in_logits: float) -> None:
     assert gap(outcomes, target, target, tree(s)) < 1e-6
 
 
+@pytest.mark.parametrize("length", range(6))
+@pytest.mark.parametrize("sampled", [True, False])
+def test_trees_cut_to_any_number_of_nodes(length: int, sampled: bool) -> None:
+    """Nodes past a row's length are padding: never asked, and their distributions take nothing from the target."""
+    s, target = level_order(tree_shape(3, 2, 6)), processed(random_logits(19, 3), PLAIN)
+    if sampled:
+        outcomes = draw_outcomes(s, random_logits(20, 3), row(PLAIN))
+        outcomes.lengths.fill_(length)
+    else:
+        outcomes = one_hot_outcomes(s, 3, length)
+    assert gap(outcomes, target, target, tree(s)) < 1e-6
+    deepest = max(s.depths[: length + 1])
+    assert all(max(map(len, law)) == deepest + 1 for law in committed(outcomes, target, tree(s)))
+
+
+# -- chains of two origins
+
+
+def continued(outcomes: Outcomes, drawn: int, behind: Callable[[list[int]], list[int]]) -> Outcomes:
+    """The first `drawn` tokens of each chain, and what `behind` says follows them."""
+    lengths = torch.full_like(outcomes.lengths, drawn)
+    draft = Draft(outcomes.shape, outcomes.tokens, outcomes.probs, lengths)
+    out = appended(draft, [behind(tokens[:drawn]) for tokens in outcomes.tokens.tolist()])
+    return Outcomes(out.shape, outcomes.weight, out.tokens, out.probs, out.lengths)
+
+
+def copied(drawn: list[int]) -> list[int]:
+    """A suffix found behind the drawn tokens: tokens and number of them follow from those."""
+    return [(sum(drawn) + i) % 4 for i in range((7 * sum(drawn) + len(drawn)) % 3)]
+
+
+@pytest.mark.parametrize("name", PROCESSED)
+@pytest.mark.parametrize("drawn", [0, 1, 2])
+def test_drawn_chains_continued_by_what_follows_them(drawn: int, name: str) -> None:
+    p = PROCESSED[name]
+    target = random_logits(21, 4)
+    outcomes = continued(draw_outcomes(chain(2), random_logits(22, 4), row(p)), drawn, copied)
+    assert gap(outcomes, processed(target, p), by_hand(target, p)) < 1e-6
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 2])
+def test_argmax_chains_continued_by_what_follows_them(drawn: int) -> None:
+    target = processed(random_logits(21, 4), PLAIN)
+    assert gap(continued(one_hot_outcomes(chain(2), 4), drawn, copied), target, target) < 1e-6
+
+
+def test_the_check_catches_a_chain_that_is_kept_for_its_luck() -> None:
+    """Given up for the suffix, or cut, because of the token that was drawn: no longer the target's law."""
+    target = processed(random_logits(21, 4), PLAIN)
+    outcomes = draw_outcomes(chain(2), random_logits(22, 4), row(PLAIN))
+    outcomes.lengths[outcomes.tokens[:, 0] > 1] = 0
+    assert gap(outcomes, target, target) > 1e-2
+
+
+def test_a_batch_of_both_origins_is_its_rows_apart() -> None:
+    """One row drawn, one drawn and continued, one from the suffix alone, one empty: each as if it were alone."""
+    g = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 5, (4, 2), generator=g)
+    probs = torch.randn(4, 2, 5, generator=g).softmax(-1)
+    drawn, rows = torch.tensor([2, 2, 0, 0]), [[], [3], [1, 4, 2], []]
+    both = appended(Draft(chain(2), tokens, probs, drawn), rows)
+    assert both.lengths.tolist() == [2, 3, 3, 0] and both.shape == chain(3) and both.probs is not None
+    target, u = torch.randn(4, 4, 5, generator=g).softmax(-1), torch.rand(4, 4, generator=g, dtype=torch.float64)
+    together = verify_chain(target, both.tokens, both.probs, both.lengths, u)
+    for r in range(4):
+        alone = [*tokens[r, : drawn[r]].tolist(), *rows[r]]
+        n = len(alone)
+        one_hot = torch.eye(5)[torch.tensor(rows[r], dtype=torch.long)]
+        q = torch.cat([probs[r, : drawn[r]], one_hot])[None]
+        numbers = torch.cat([u[r, :n], u[r, 3:]])[None]
+        v = verify_chain(
+            target[r : r + 1, : n + 1], torch.tensor([alone], dtype=torch.long), q, torch.tensor([n]), numbers
+        )
+        assert v.num_accepted_tokens == together.num_accepted_tokens[r] and v.next_token == together.next_token[r]
+
+
 @pytest.mark.parametrize("shape", [chain(1), chain(3)])
 def test_a_chain_is_verified_alike_as_chain_and_as_tree(shape: TreeShape) -> None:
     g = torch.Generator().manual_seed(2)
@@ -244,7 +318,7 @@ def test_a_chain_is_verified_alike_as_chain_and_as_tree(shape: TreeShape) -> Non
     u = torch.rand(rows, n + 1, generator=g, dtype=torch.float64)
     for probs in (q, None):
         a = verify_chain(target, tokens, probs, torch.full((rows,), n), u)
-        b = verify_tree(target, tokens, probs, shape, u)
+        b = verify_tree(target, tokens, probs, torch.full((rows,), n), shape, u)
         assert torch.equal(a.num_accepted_tokens, b.num_accepted_tokens)
         assert torch.equal(a.path, b.path) and torch.equal(a.next_token, b.next_token)
 
@@ -341,10 +415,10 @@ def test_row_17_the_check_catches_wrong_tree_verifiers() -> None:
 
     def with_replacement(t: Tensor, x: Tensor, q: Tensor | None, n: Tensor, u: Tensor) -> Verified:
         assert q is not None  # each sibling checked against the distribution of the first
-        return verify_tree(t, x, q[:, [f - 1 for f in first]], s, u)
+        return verify_tree(t, x, q[:, [f - 1 for f in first]], n, s, u)
 
     def rejects(t: Tensor, x: Tensor, q: Tensor | None, n: Tensor, u: Tensor) -> Verified:
-        v = verify_tree(t, x, q, s, u)
+        v = verify_tree(t, x, q, n, s, u)
         end = torch.where(v.num_accepted_tokens > 0, v.path[:, -1], 0)
         return Verified(v.num_accepted_tokens, v.path, draw(t[torch.arange(len(t)), end], u[:, -1]))
 
