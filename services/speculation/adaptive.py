@@ -28,8 +28,8 @@ from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 
 STANDS_FOR = 8  # rounds that a choice stands for within a batch bucket: deciding costs time, too
 CHECK_GAP = 6  # rounds between two checks
-# Rounds after which OFF is run again, if a check can be paid for: everything that is told of gains is measured by it, and
-# a figure that nothing corrects drifts with the common factor.
+# Rounds after which OFF is run again, if a check can be paid for: everything that is told of gains is measured by it,
+# and a figure that nothing corrects drifts with the common factor.
 REFERENCE_GAP = 256
 _CREDIT, _MOST_CREDIT = 4.0, 8.0  # rounds whose time is there for checks at first and with a new drafter; at most
 _WASTED = 0.5  # of catching up for a check: if the strategy pays, it had to be done anyway

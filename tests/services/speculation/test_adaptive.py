@@ -165,6 +165,17 @@ def test_checks_cost_no_more_than_their_share(share: float) -> None:
     assert lost <= (share + 0.005) * took
 
 
+def test_the_reference_is_measured_again_where_it_was_left_long_ago() -> None:
+    """Every gain that is told rests on OFF's figure: while only others run, the machine may have become another."""
+    world = World(Adaptive(CHAINS, CostModel(), AcceptanceModel()))
+    world.play(1, 1500)
+    before, usual = world.chosen[-1].expected_off, world.price
+    slow_off = StageSeconds(0.0, 0.0, 2e-2, 1e-3)  # it takes twice as long
+    world.price = lambda s, v: slow_off if s.is_off else usual(s, v)
+    assert 4 <= world.play(1, 1500)["off"] <= 15
+    assert world.chosen[-1].expected_off < 0.75 * before
+
+
 def test_no_flapping_on_a_plateau() -> None:
     """Two strategies that are worth the same: switches cost nothing here, but are not wanted either."""
 
