@@ -88,6 +88,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     port, metrics_port = free_port(), free_port()
     settings = [f"run.steps={STEPS}", f"run.dir={json.dumps(str(runs))}", "run.compare_prompts=0"]
     settings += [f"coordinator.metrics.port={metrics_port}", "coordinator.start_timeout_s=300"]
+    strategies = "[{drafter: eagle, depth: 2, num_draft_tokens: 3}]"
+    settings += [f"speculation.selector={{type: adaptive, strategies: {strategies}}}"]  # it predicts what it gains
     config = config_of("pocket-tiny", settings)
     options = ServerOptions(port, 1, runs / ".prometheus")
     options.data.mkdir()
