@@ -16,7 +16,9 @@ from deploy.cli_shared import interrupt_on_sigterm
 from deploy.inputs import load_inputs, needs_drafter
 from deploy.progress import ProgressDisplay
 from deploy.resuming import Start, go_back_in, start_of
+from deploy.tracking import start_tracking
 from services.config.schema import ClusterConfig
+from services.coordinator.observer import Fanout
 from services.core.errors import DataError, NothingTrainedError
 from services.drafter.export import write_drafter_folder
 from services.models.files import GROWN_FILE, drafter_dir, model_dir, read_config, read_grown
@@ -105,10 +107,12 @@ def _run(config: ClusterConfig, folder: RunFolder, start: Start) -> dict[str, An
         method = drafter_method(config.drafter, model_spec(target))
         write_drafter_folder(tensors, method, target, folder.drafter_dir, _micro_steps(folder.path))
 
+    after_step = len(start.takeover.steps) if start.takeover else 0
+    observer: Any = Fanout(folder, start_tracking(config, folder.path, after_step))  # type: ignore[arg-type]
     if config.placement.mode == "local":
         from deploy.local import run_local
 
-        return run_local(config, folder, on_drafter=export, start=start)
+        return run_local(config, observer, on_drafter=export, start=start)
     from deploy.cluster import run_on_ray
     from deploy.session import ray_about
 
@@ -118,7 +122,7 @@ def _run(config: ClusterConfig, folder: RunFolder, start: Start) -> dict[str, An
 
     return run_on_ray(
         config,
-        folder,
+        observer,
         on_drafter=export,
         on_start=started,
         start=start,

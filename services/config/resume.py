@@ -22,6 +22,7 @@ KEPT = (
     "speculation.accept_threshold",
     "reward.verifier",
     "reward.answer_marker",
+    "reward.function",
     "policy",
     "drafter.method",
     "drafter.aux_layers",

@@ -166,6 +166,9 @@ class PlacementConfig(Section):
     object_store_bytes: int = Field(512 * 2**20, ge=2**27)
 
 
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+
+
 class RunConfig(Section):
     """`id` is the run folder's name under `dir`; None: made of `name`, the time and a random token. A run whose id is
     there already goes on from its last checkpoint, so that starting it again is always safe. A checkpoint is written
@@ -184,6 +187,7 @@ class RunConfig(Section):
     eval_every: int = Field(0, ge=0)  # 0: before and after only
     compare_prompts: int = Field(0, ge=0)  # speculation off against on, same prompts and seeds, at the end
     compare_repeats: int = Field(3, ge=1)
+    tracking: tuple[Tracker, ...] = ("tensorboard",)  # beside the JSONL files of the run folder
 
 
 class ClusterConfig(Section):

@@ -77,6 +77,7 @@ def test_a_run_leaves_a_whole_folder_and_says_where(tmp_path: Path) -> None:
     assert summary["status"] == "finished" and summary["greedy_mismatches"] == 0
     assert summary["rollouts"] == config.run.steps * config.rollout.prompts_per_step * config.rollout.group_size
     assert "held-out reward after" in out
+    assert any(f.stat().st_size > 1000 for f in (folder / "tensorboard").glob("events.*"))
     assert left_alive(mark) == []
 
     before = {f: f.stat().st_mtime_ns for f in folder.rglob("*")}
