@@ -36,6 +36,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_file, "WRITE_S", 0.1)
     monkeypatch.setattr(progress_file, "ALIVE_S", 0.3)
+    monkeypatch.setattr(progress_file.LOG, "disabled", False)  # libraries that configure logging disable what is there
 
 
 def test_the_newest_view_arrives_although_none_follows_it(tmp_path: Path) -> None:
