@@ -22,7 +22,7 @@ from deploy.bench_rollout import Bench
 from deploy.provenance import provenance
 from services.config.schema import ClusterConfig
 from services.config.schema import NativeEngine as NativeEngineConfig
-from services.config.speculation import StrategyConfig
+from services.config.speculation import StrategyConfig, eagle_chain
 from services.core.errors import ConfigError
 from services.core.types import AcceptanceStats, GroupWork, Prompt, Rollout
 from services.models.files import read_grown
@@ -38,7 +38,7 @@ STRATEGIES = tuple(
     draft_strategy(s)
     for s in (
         StrategyConfig(),
-        *(StrategyConfig(drafter="eagle", depth=4, num_draft_tokens=5, sampled=s) for s in (True, False)),
+        *(eagle_chain(4, sampled) for sampled in (True, False)),
         *(StrategyConfig(drafter="eagle", depth=4, topk=2, num_draft_tokens=8, sampled=s) for s in (True, False)),
         StrategyConfig(drafter="suffix", depth=8, num_draft_tokens=9),
         StrategyConfig(drafter="hybrid", depth=2, num_draft_tokens=9),

@@ -18,7 +18,7 @@ import torch
 from deploy.bench_rollout import Bench
 from deploy.provenance import provenance
 from services.config.schema import ClusterConfig
-from services.config.speculation import StrategyConfig
+from services.config.speculation import eagle_chain
 from services.core.errors import ConfigError
 from services.core.types import AcceptanceStats, GroupWork, PartialRollout, SamplingParams
 from services.models.target import TargetModel
@@ -29,7 +29,7 @@ from services.speculation.round import RoundOutcome
 from services.speculation.selector import Fixed
 from services.speculation.strategy import OFF, draft_strategy
 
-ON = draft_strategy(StrategyConfig(drafter="eagle", depth=2, num_draft_tokens=3))
+ON = draft_strategy(eagle_chain(2))
 STEADY = 24  # rounds of each usual state
 
 

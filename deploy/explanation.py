@@ -14,6 +14,7 @@ from services.report.history import METRICS, STRATEGIES
 from services.report.records import Row, number, read_json, read_lines, to_row
 from services.report.strategies import (
     STEP,
+    bucket_rows,
     by_bucket,
     by_reason,
     by_strategy,
@@ -92,25 +93,13 @@ def lines(told: Told) -> Iterator[str]:
     yield f"run {told.run_id}, {told.status}: {fmt(rounds, 0)} rounds of {slots} server{'s' * (slots > 1)} in {of}"
     yield from (f"  {text}" for text in sentences(counted, told.steps))
     yield ""
-    yield from _bucket_table(counted)
+    head, rows = bucket_rows(counted, "times OFF's speed")
+    yield from _aligned([head, *rows])
     if told.steps:
         yield ""
         yield from _step_table(told)
     yield ""
     yield from _stretch_table(told)
-
-
-def _bucket_table(spans: Sequence[StrategySpan]) -> Iterator[str]:
-    """Shares of rounds by running requests, and below what each strategy brought."""
-    uses = by_strategy(spans)
-    rows = [["running", "rounds", *(u.strategy for u in uses)]]
-    for row in by_bucket(spans):
-        shares = [percent(row.share[u.strategy]) if u.strategy in row.share else "" for u in uses]
-        rows.append([row.name, fmt(row.rounds, 0), *shares])
-    rows.append(["all", fmt(sum(u.rounds for u in uses), 0), *(percent(u.share) for u in uses)])
-    rows.append(["tokens per verify step", "", *(fmt(u.acceptance_length) for u in uses)])
-    rows.append(["times OFF's speed", "", *(fmt(u.gain) for u in uses)])
-    yield from _aligned(rows)
 
 
 def _step_table(told: Told) -> Iterator[str]:

@@ -83,6 +83,18 @@ def by_bucket(spans: Sequence[StrategySpan]) -> list[BucketUse]:
     return rows
 
 
+def bucket_rows(spans: Sequence[StrategySpan], gain_label: str) -> tuple[list[str], list[list[str]]]:
+    """(head, rows) of a table: shares of the rounds by running requests, and below what each strategy brought."""
+    uses, rows = by_strategy(spans), list[list[str]]()
+    for row in by_bucket(spans):
+        shares = [percent(row.share[u.strategy]) if u.strategy in row.share else "" for u in uses]
+        rows.append([row.name, fmt(row.rounds, 0), *shares])
+    rows.append(["all", fmt(sum(u.rounds for u in uses), 0), *(percent(u.share) for u in uses)])
+    rows.append(["tokens per verify step", "", *(fmt(u.acceptance_length) for u in uses)])
+    rows.append([gain_label, "", *(fmt(u.gain) for u in uses)])
+    return ["running", "rounds", *(u.strategy for u in uses)], rows
+
+
 def by_reason(spans: Sequence[StrategySpan]) -> dict[str, float]:
     """Each reason's share of the rounds, the most frequent first."""
     counts: dict[str, int] = {}

@@ -8,9 +8,9 @@ from services.core.types import StrategySpan
 from services.report.figure import Figure, Table, table
 from services.report.records import number
 from services.report.run_data import RunData
-from services.report.strategies import by_bucket, by_strategy, of_steps, percent, sentences
+from services.report.strategies import bucket_rows, by_strategy, of_steps, percent, sentences
 from services.report.strategy_strip import draw_strip
-from services.report.svg import both_sizes, esc, fmt
+from services.report.svg import both_sizes, esc
 from services.report.timeline import longest_tail, step_window
 
 _WIDE = 1160
@@ -52,15 +52,7 @@ _CAPTION = "Share of the rounds with so many running requests at a server, train
 
 
 def _bucket_table(spans: Sequence[StrategySpan]) -> Table:
-    uses = by_strategy(spans)
-    rows = []
-    for row in by_bucket(spans):
-        shares = [percent(row.share[u.strategy]) if u.strategy in row.share else "" for u in uses]
-        rows.append([row.name, fmt(row.rounds, 0), *shares])
-    rows.append(["all", fmt(sum(u.rounds for u in uses), 0), *(percent(u.share) for u in uses)])
-    rows.append(["tokens per verify step", "", *(fmt(u.acceptance_length) for u in uses)])
-    rows.append(["times the speed of OFF", "", *(fmt(u.gain) for u in uses)])
-    return table(("running", "rounds", *(u.strategy for u in uses)), rows)
+    return table(*bucket_rows(spans, "times the speed of OFF"))
 
 
 def _figures(run: RunData) -> list[Figure]:

@@ -15,7 +15,7 @@ from services.config.reward import RewardConfig
 from services.core.types import FinishReason, Prompt, Reward, Rollout
 from services.reward.custom import by_function, by_http, load_function
 from services.reward.extract import after_thinking, final_answer, last_boxed
-from services.reward.sandbox import by_tests, check_sandbox, last_block
+from services.reward.sandbox import by_tests, last_block
 
 Verifier = Callable[[Prompt, Rollout], Reward]
 TaskParams = tuple[tuple[str, Any], ...]
@@ -28,7 +28,7 @@ def make_verifier(config: RewardConfig, params: Mapping[str, Mapping[str, Any]])
     """The configured verifier; `params` are reasoning-gym parameters by task, for scorers that depend on them.
 
     Loads what the verifier needs, so that the import is not on the clock of the first answer. Raises ConfigError for a
-    function that cannot be loaded and where no sandbox can be made.
+    function that cannot be loaded.
     """
     name, marker, timeout_s = config.verifier, config.answer_marker, SOONER * config.timeout_s
     if name == "exact":
@@ -48,7 +48,6 @@ def make_verifier(config: RewardConfig, params: Mapping[str, Mapping[str, Any]])
         assert config.http is not None
         return partial(by_http, url=config.http.url, token_env=config.http.token_env, timeout_s=timeout_s)
     assert name == "code"
-    check_sandbox(config.sandbox)
     return partial(by_tests, limits=config.sandbox, timeout_s=timeout_s)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from services.speculation.acceptance_track import PRIOR_WEIGHT, Track
+from services.speculation.budget import expected_accepted
 from services.speculation.cost_table import LOOK_UP, NETWORK
 from services.speculation.round import RoundOutcome, RoundView
 from services.speculation.strategy import DraftStrategy
@@ -60,11 +61,7 @@ def tree_rates(shape: TreeShape, chain: tuple[float, ...], rank_decay: float = R
 
 def committed(rates: list[float]) -> float:
     """1 + the expected length of the accepted run: the acceptance_length that these conditional rates make."""
-    total, reached = 1.0, 1.0
-    for rate in rates:
-        reached *= rate
-        total += reached
-    return total
+    return 1.0 + expected_accepted(rates)
 
 
 class AcceptanceModel:
