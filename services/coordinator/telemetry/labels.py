@@ -80,6 +80,7 @@ class LabelValues:
             "weights": ("policy", "drafter"),
             "place": ("memory", "disk"),
             "cause": CAUSES,
+            "fate": ("trained", "dropped"),
         }
         self._extra: Mapping[tuple[str, ...], tuple[Series, ...]] = {
             ("slot", "role"): tuple((holder, holder) for holder in HOLDERS)
