@@ -16,7 +16,7 @@ from services.coordinator import loop
 from services.coordinator.alarms import useless_drafter
 from services.coordinator.assembly import Parts, make_drafting, make_forecast, make_phase
 from services.coordinator.calls import Calls
-from services.coordinator.checkpoints import Checkpoints
+from services.coordinator.checkpoints import Checkpoints, Learned
 from services.coordinator.comparison import ForcedRuns
 from services.coordinator.control import Control, SafePoint, forceable
 from services.coordinator.diagnosis import Diagnosis, diagnose
@@ -33,6 +33,7 @@ from services.coordinator.releases import Releases
 from services.coordinator.resume import Takeover
 from services.coordinator.salvage import salvage
 from services.coordinator.scoring import Scoring
+from services.coordinator.selectors import SelectorStates
 from services.coordinator.services import Inputs, Services
 from services.coordinator.stats import group_stats
 from services.coordinator.strategies import StrategyLog
@@ -108,10 +109,16 @@ class Coordinator:
         )
         self._worth = Worth(config.drafter.training)
         self._phase = make_phase(parts, self._drafting, self._board, self._strategies)
-        self._forecast = make_forecast(parts, inputs.sampling)
+        self._forecast, self._selectors = make_forecast(parts, inputs.sampling), SelectorStates(parts)
         self._scoring = Scoring(config.reward, services.reward, self._calls, clock, self._patience, self._tell)
         self.checkpoints = Checkpoints(
-            services.policy, inputs.train, parts, self._drafting, self._releases, self._patience
+            services.policy,
+            inputs.train,
+            parts,
+            self._drafting,
+            self._releases,
+            self._patience,
+            Learned(self._selectors, self._worth),
         )
         self._safe_point = SafePoint(
             self.control, self._fleet, self._calls, self._timeline, self._board, self._tell, self.checkpoints.now
@@ -225,6 +232,7 @@ class Coordinator:
         self._facts.zero_variance_fraction = self._services.advantages(sampled)[1]
         asked = [i for i in range(len(self._leases)) if self._leases.state(i) is not SlotState.LOST]
         self._forecast.ask(sampled, asked)
+        self._selectors.ask(asked)
         self._board.reward_mean = group_stats(sampled).reward_mean
         return chosen
 

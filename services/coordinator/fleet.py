@@ -64,6 +64,7 @@ class Fleet:
         self.drafter: Published | None = None
         self.forced: str | None = None
         self.on_lost: Callable[[int], None] = lambda slot: None
+        self.on_new: Callable[[int, int], None] = lambda slot, epoch: None  # a server that serves nothing yet is opened
         self.on_blobs_lost: Callable[[], None] = lambda: None  # weights that a server needs: publish them again
         self._served: list[ServedVersions | None] = [None for _ in servers]
         self._ready: set[int] = set()
@@ -270,6 +271,8 @@ class Fleet:
         client, last = self.servers[slot], self._served[slot]
         if last is not None and has != last:
             self._tell("server_restarted", client.name, f"it serves {_say(has)} where it had {_say(last)}")
+        if has.policy is None:
+            self.on_new(slot, epoch)
         loads: list[Pending[ServedVersions]] = []
         if self.policy is not None and has.policy != self.policy.version:
             loads.append(client.load_policy(self.policy.version, self.policy.blob if copy is None else copy, epoch))
