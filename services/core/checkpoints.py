@@ -91,6 +91,12 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(place: Path) -> int:
-    match = _NAME.fullmatch(place.name)
-    assert match is not None, f"{place} is no checkpoint"
-    return int(match[1])
+    step = step_number(place.name)
+    assert step is not None, f"{place} is no checkpoint"
+    return step
+
+
+def step_number(name: str) -> int | None:
+    """None for what is no checkpoint folder's name."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
