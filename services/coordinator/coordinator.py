@@ -91,10 +91,7 @@ class Coordinator:
         self._patience = Patience(config.coordinator.call_timeout_s, config.coordinator.start_timeout_s)
         self._summary = Summary(list(before.steps), list(before.evaluations), events=before.events)
         self._facts = StepFacts()
-        rollout, sampling = config.rollout, config.policy.algorithm.dynamic_sampling
-        self._draws = PromptDraws(
-            inputs.train, rollout.prompts_per_step, config.run.seed, sampling.max_rounds if sampling else 1
-        )
+        self._draws = PromptDraws.configured(config, inputs.train)
         self._groups = StepGroups(self._draws, 1, self._has_signal)
         self._fleet = Fleet(services.rollout, self._leases, self._calls, clock, self._patience, self._tell)
         self._fleet.on_blobs_lost = self._salvage

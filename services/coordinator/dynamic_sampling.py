@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from services.config.schema import ClusterConfig
 from services.coordinator.work import in_passes, prompts_of_step
 from services.core.types import Group, Prompt
 
@@ -28,6 +29,12 @@ class PromptDraws:
     per_step: int
     seed: int
     rounds: int = 1
+
+    @classmethod
+    def configured(cls, config: ClusterConfig, prompts: Sequence[Prompt]) -> PromptDraws:
+        sampling = config.policy.algorithm.dynamic_sampling
+        rounds = sampling.max_rounds if sampling else 1
+        return cls(prompts, config.rollout.prompts_per_step, config.run.seed, rounds)
 
     def of_step(self, step: int) -> list[Prompt]:
         """A 1-based step's own prompts."""
