@@ -10,9 +10,9 @@ from typing import Any
 from services.config.schema import ClusterConfig, SGLangEngine
 from services.core.errors import ConfigError
 from services.models.drafter import DrafterMethod
-from services.models.files import drafter_dir, model_dir, read_config
+from services.models.files import model_dir, read_config
 from services.models.layers import ModelSpec, model_spec
-from services.models.methods import drafter_method
+from services.models.methods import drafter_folder, drafter_method
 from services.models.target import target_names
 from services.models.tokenizer import load_tokenizer
 from services.rollout.sglang.arguments import engine_arguments
@@ -54,12 +54,12 @@ def build_sglang_engine(config: ClusterConfig, engine: SGLangEngine, slot: int, 
 def slot_arguments(config: ClusterConfig, engine: SGLangEngine, slot: int) -> dict[str, Any]:
     """Keyword arguments of the slot's `sglang.Engine`, checked."""
     folder, strategy = model_dir(config.model.path), _deepest(config)
-    model_config, drafter_folder = read_config(folder), drafter_dir(config.model.path, config.drafter.method)
+    model_config, start = read_config(folder), drafter_folder(config)
     if strategy.drafter == "eagle":
-        _check_drafter_folder(drafter_method(config.drafter, model_spec(model_config)), drafter_folder)
+        _check_drafter_folder(drafter_method(config.drafter, model_spec(model_config)), start)
     seed = (config.run.seed * 1009 + slot) % 2**31
     order = switch_order(config, engine, slot)
-    return engine_arguments(config, engine, strategy, (folder, model_config), drafter_folder, seed, order)
+    return engine_arguments(config, engine, strategy, (folder, model_config), start, seed, order)
 
 
 def _deepest(config: ClusterConfig) -> DraftStrategy:
