@@ -68,9 +68,8 @@ class Shape:
         (folder / "config.json").write_text(json.dumps(self.config))
         numbers = torch.Generator().manual_seed(7)
         names = target_names(model_spec(self.config))
-        save_file(
-            {name: torch.randn(shape, generator=numbers) for name, shape in names.items()}, folder / "w.safetensors"
-        )
+        tensors = {name: torch.randn(shape, generator=numbers) for name, shape in names.items()}
+        save_file(tensors, folder / "w.safetensors")
         return folder
 
 

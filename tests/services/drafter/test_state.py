@@ -174,12 +174,12 @@ def test_a_head_of_its_own_that_the_run_does_not_know_of_is_refused(model_folder
     assert read_config(folder / "drafter").get("draft_vocab_size") is None or name == "eagle"
     for mapping in ({"d2t": torch.zeros(vocab, dtype=torch.int64)}, {"t2d": torch.ones(vocab, dtype=torch.bool)}):
         save_file(tensors | mapping, file)
-        with pytest.raises(DataError, match="reduced vocabulary.*longtail drafter import"):
+        with pytest.raises(DataError, match=r"reduced vocabulary.*longtail drafter import"):
             initial_drafter_state(config)
     save_file(tensors, file)
     place = folder / "drafter" / "config.json"
     place.write_text(json.dumps(read_config(folder / "drafter") | {"draft_vocab_size": vocab // 2}))
-    with pytest.raises(DataError, match="rows of a head of its own mean other tokens; name its folder in drafter.path"):
+    with pytest.raises(DataError, match="name its folder in drafter"):
         initial_drafter_state(config)
 
 
