@@ -76,7 +76,7 @@ def grow_target(source: Path, folder: Path, options: GrowOptions) -> Grown:
             return new_layer_tensor(name, shapes[name], tensors.dtype, growth)
 
         grown = _write_weights(folder, shapes, make, options.dtype, tensors)
-    _copy_tokenizer(source, folder)
+    copy_tokenizer(source, folder)
     _write_json(folder / GROWN_FILE, _record(source, growth, grown))
     _write_json(folder / "config.json", grown_config(config, growth, options.dtype))
     return grown
@@ -253,7 +253,7 @@ def _record(source: Path, growth: Growth, grown: Grown) -> dict[str, Any]:
     }
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
+def copy_tokenizer(source: Path, folder: Path) -> None:
     for pattern in _TOKENIZER_FILES:
         for file in source.glob(pattern):
             shutil.copy2(file, folder / file.name)
