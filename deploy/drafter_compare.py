@@ -83,7 +83,16 @@ def prompts_of(question: Question, judge: Judge) -> tuple[Prompt, ...]:
 def as_json(question: Question, found: Evaluation) -> str:
     asked = {k: v for k, v in asdict(question).items() if k not in ("folders", "offline", "suffix", "costs")}
     grown = read_grown(model_dir(question.target))
-    return json.dumps({"eval": "drafter", **provenance(), "grown": grown, **asked, **asdict(found)})
+    told = {**asked, **asdict(found), "acceptance_lengths": _lengths(found)}
+    return json.dumps({"eval": "drafter", **provenance(), "grown": grown, **told})
+
+
+def _lengths(found: Evaluation) -> dict[str, dict[str, float]]:
+    """By drafter and temperature."""
+    told: dict[str, dict[str, float]] = {}
+    for one in found.reached:
+        told.setdefault(one.drafter, {})[f"{one.temperature:g}"] = round(one.acceptance_length, 4)
+    return told
 
 
 def write_plot(found: Evaluation, file: Path) -> None:

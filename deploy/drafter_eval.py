@@ -46,16 +46,21 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """`rates`: by position, of drafts whose predecessors were accepted. `acceptance_length`: over rounds with a draft;
-    `tokens_per_round`: over all, also those for which a look-up found nothing."""
+    """`rates`: by position, of drafts whose predecessors were accepted; `reach`: of all rounds with a draft, those in
+    which it was accepted up to the position. `acceptance_length`: over rounds with a draft; `tokens_per_round`: over
+    all, also those for which a look-up found nothing."""
 
     drafter: str
     kind: str
     temperature: float
     how: How
     rates: tuple[float, ...]
-    acceptance_length: float
+    reach: tuple[float, ...]
     tokens_per_round: float
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1.0 + sum(self.reach)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +135,15 @@ def counted(one: Contender, outcomes: Sequence[RoundOutcome], temperature: float
     depth = max((len(o.tried) for o in outcomes), default=0)
     tried = [sum(o.tried[k] for o in outcomes if len(o.tried) > k) for k in range(depth)]
     accepted = [sum(o.accepted[k] for o in outcomes if len(o.accepted) > k) for k in range(depth)]
-    rows, total = sum(o.view.running for o in outcomes), sum(accepted)
+    rows = sum(o.view.running for o in outcomes)
     return Reached(
         one.name,
         one.kind,
         temperature,
         "engine",
         tuple(a / t for a, t in zip(accepted, tried, strict=True) if t),
-        1 + total / tried[0] if tried and tried[0] else 1.0,
-        1 + total / rows if rows else 1.0,
+        tuple(a / tried[0] for a, t in zip(accepted, tried, strict=True) if t),
+        1 + sum(accepted) / rows if rows else 1.0,
     )
 
 
@@ -146,7 +151,7 @@ def _estimated(judge: Judge, one: Contender, states: Sequence[HiddenStates], tem
     assert one.method is not None and one.tensors is not None
     reach = chain_reach_of(one.method, one.tensors, judge.head, states, depth, temperature)
     length = reach.acceptance_length
-    return Reached(one.name, one.kind, temperature, "offline", reach.rates, length, length)
+    return Reached(one.name, one.kind, temperature, "offline", reach.rates, reach.reach, length)
 
 
 def speeds_of(reached: Sequence[Reached], batches: Sequence[int], costs: Costs) -> list[Speed]:

@@ -4,8 +4,6 @@ pair of panels for each temperature."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from operator import mul
 
 from deploy.drafter_eval import Evaluation, Reached, Speed
 from services.report.svg import Frame, esc, fmt, path_of, text_width
@@ -60,11 +58,10 @@ def _frame(x: tuple[float, float], y: tuple[float, float], title: str) -> Frame:
 
 def _positions(reached: Sequence[Reached], depth: int, colours: dict[str, str], temperature: float) -> Frame:
     frame = _frame((1.0, float(max(2, depth))), (0.0, 1.0), f"temperature {temperature:g}")
-    _axis(frame, "share of chains accepted up to the position")
+    _axis(frame, "share of drafts accepted up to the position")
     frame.x_axis("draft position", whole=True)
     for one in reached:
-        shares = list(accumulate(one.rates, mul))
-        points = [(float(k), share) for k, share in enumerate(shares, start=1)]
+        points = [(float(k), share) for k, share in enumerate(one.reach, start=1)]
         tip = f"{one.drafter}: acceptance length {fmt(one.acceptance_length)} ({one.how})"
         _line(frame, points, colours[one.drafter], tip)
     return frame
