@@ -48,7 +48,6 @@ class ChainReach:
         return 1.0 + sum(self.reach)
 
 
-@torch.no_grad()
 def chain_reach_of(
     method: DrafterMethod,
     tensors: Mapping[str, Tensor],
@@ -59,21 +58,34 @@ def chain_reach_of(
 ) -> ChainReach:
     """Rounds of chains of `depth` drafts through the responses of `states`, which were made at `temperature`. Raises
     BatchError for states that this drafter cannot read."""
+    sums, rounds = torch.zeros(depth, dtype=torch.float64), 0.0
+    for places in reach_by_place(method, tensors, head, states, depth, temperature):
+        weights = torch.tensor(rounds_at(places), dtype=torch.float64)
+        sums += weights @ torch.tensor(places, dtype=torch.float64)
+        rounds += float(weights.sum())
+    return ChainReach(tuple(total / rounds if rounds else 0.0 for total in sums.tolist()), rounds)
+
+
+@torch.no_grad()
+def reach_by_place(
+    method: DrafterMethod,
+    tensors: Mapping[str, Tensor],
+    head: TargetHead,
+    states: Sequence[HiddenStates],
+    depth: int,
+    temperature: float,
+) -> Iterator[list[list[float]]]:
+    """Response by response, in any order: [s][k], that a round which begins with s response tokens known accepts more
+    than k drafts."""
     check_states(states, method)
     device = head.embed.device
     drafter = Drafter(method).to(device)
     drafter.load(tensors)
     rope = RopeTable(method.spec, max(len(s.input_ids) for s in states), device, torch.float32)
-    sums, rounds = [0.0] * depth, 0.0
     for rows in pack_states(states, PACK_TOKENS, device):
         predicted = unroll(drafter, rows, head.embed, rope, depth)
         alphas = expected_acceptance(predicted, rows, head.head, temperature, drafter.head(head.head))
-        for own in _by_response(torch.stack(chain_reach(alphas, rows), dim=1), rows):
-            weights = torch.tensor(rounds_at(own), dtype=torch.float64)
-            weighted = weights @ torch.tensor(own, dtype=torch.float64)
-            sums = [total + part for total, part in zip(sums, weighted.tolist(), strict=True)]
-            rounds += float(weights.sum())
-    return ChainReach(tuple(total / rounds if rounds else 0.0 for total in sums), rounds)
+        yield from _by_response(torch.stack(chain_reach(alphas, rows), dim=1), rows)
 
 
 def rounds_at(reach: Sequence[Sequence[float]]) -> list[float]:
