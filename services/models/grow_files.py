@@ -103,6 +103,8 @@ def grow_drafter(source: Path, folder: Path, target: Path, options: GrowOptions)
 
 def _drafter_spec(folder: Path, config: Mapping[str, Any], target: ModelSpec) -> ModelSpec:
     """The drafter's numbers, once they are known to be the target's."""
+    if config.get("draft_vocab_size") is not None:
+        raise DataError(f"{folder} has an LM head of its own (draft_vocab_size): grow one that shares its target's")
     spec = model_spec(config)
     for key in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
         if getattr(spec, key) != getattr(target, key):

@@ -157,6 +157,45 @@ def test_aux_layers_are_counted_as_each_engine_counts(tmp_path: Path) -> None:
     assert read_published(tmp_path / "sglang", target).method.aux_layers == (1, 7, 12), "what engines take unasked"
 
 
+# What the loaders of SGLang 0.5.17's classes look for, by name and shape: H 8, I 12, heads 2 x 4, one of them for keys
+# and values. Whatever is missing from a file keeps random numbers there.
+SGLANG_LAYER = {
+    "layers.0.self_attn.o_proj.weight": (8, 8), "layers.0.post_attention_layernorm.weight": (8,),
+    "layers.0.mlp.gate_proj.weight": (12, 8), "layers.0.mlp.up_proj.weight": (12, 8),
+    "layers.0.mlp.down_proj.weight": (8, 12),
+}  # fmt: skip
+
+
+def qkv(width: int) -> dict[str, tuple[int, ...]]:
+    return {f"layers.0.self_attn.{x}_proj.weight": (rows, width) for x, rows in (("q", 8), ("k", 4), ("v", 4))}
+
+
+SGLANG_FILES: dict[str, dict[str, tuple[int, ...]]] = {
+    "eagle": SGLANG_LAYER | qkv(8) | {"fc.weight": (8, 16), "fc.bias": (8,)},
+    "eagle3": SGLANG_LAYER | qkv(16) | {
+        "fc.weight": (8, 24), "norm.weight": (8,), "layers.0.input_layernorm.weight": (8,),
+        "layers.0.hidden_norm.weight": (8,),
+    },
+}  # fmt: skip
+SGLANG_FILES["eagle3, own head"] = SGLANG_FILES["eagle3"] | {"lm_head.weight": (4, 8), "d2t": (4,), "t2d": (11,)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sglang_finds_every_tensor_it_looks_for(tmp_path: Path, kind: str) -> None:
+    folder = export(KINDS[kind], "sglang", tmp_path / "out")
+    tensors = load_file(folder / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == SGLANG_FILES[kind]
+    config = read_config(folder)
+    if kind == "eagle":
+        assert config["architectures"] == ["LlamaForCausalLMEagle"] and not tensors["fc.bias"].any()
+        return
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["target_hidden_size"] == 8
+    own = KINDS[kind].draft_ids
+    assert config["draft_vocab_size"] == (None if own is None else 4)
+    if own is not None:
+        assert (tensors["d2t"] + torch.arange(4)).tolist() == list(own), "offsets"
+
+
 def test_specforge_names_are_known(tmp_path: Path) -> None:
     """It calls the layer midlayer, and keeps the target's embedding in the file."""
     folder, target = export(SMALL, "sglang", tmp_path / "out"), SMALL.write_target(tmp_path / "target")
