@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,13 +136,15 @@ def _measure(found: RunDrafter, measuring: Measuring, say: Callable[[str], None]
     at_run = next(r for r in reached if r.temperature == temperature)
     speed = []
     for running in BATCHES:
-        predicted = speed_of(at_run, running, costs)
-        timed = None
-        if found.method.name == "eagle":
+        expected = speed_of(at_run, running, costs)
+        row = SpeedRow(running, expected.depth, expected.speedup)
+        if found.method.name == "eagle":  # which is what the native engine drafts with
             say(f"timing {running} requests")
-            chain = draft_strategy(eagle_chain(predicted.depth or 1))
-            timed = timed_speedup(judge, found.tensors, chain, _full(heldout, running, limit), temperature)
-        speed.append(SpeedRow(running, predicted.depth, predicted.speedup, timed if predicted.depth else None))
+            depth = max(1, expected.depth)
+            asked, chain = _full(heldout, running, limit), draft_strategy(eagle_chain(depth))
+            timed = timed_speedup(judge, found.tensors, chain, asked, temperature)
+            row = replace(row, timed_depth=depth, timed=timed)
+        speed.append(row)
     rows = tuple(AcceptanceRow(r.temperature, r.rates, r.acceptance_length, r.how) for r in reached)
     return Measured(len(prompts), rows, tuple(speed), _machine(), f"{costs.source}; at temperature {temperature:g}")
 

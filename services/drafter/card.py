@@ -22,13 +22,14 @@ class AcceptanceRow:
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """At `running` requests: the best depth, tokens per second over those without drafts as the costs predict it, and
-    as timed (None: not timed)."""
+    """Tokens per second over those without drafts, at `running` requests. `predicted`: of the best depth (0: no drafts)
+    by the costs; `timed`: of a chain of `timed_depth` (None: not timed)."""
 
     running: int
     depth: int
     predicted: float
-    measured: float | None
+    timed_depth: int = 0
+    timed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def _figures(measured: Measured | None) -> Iterator[str]:
     yield "| running requests | best depth | predicted | timed |"
     yield "|---|---|---|---|"
     for row in measured.speed:
-        timed = "not timed" if row.measured is None else f"{row.measured:.2f}"
+        timed = "not timed" if row.timed is None else f"{row.timed:.2f} (chain of {row.timed_depth})"
         yield f"| {row.running} | {row.depth or 'no drafts'} | {row.predicted:.2f} | {timed} |"
 
 

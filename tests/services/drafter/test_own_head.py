@@ -67,7 +67,7 @@ def test_a_head_over_some_tokens_against_one_over_all_that_never_draws_the_other
                 wanted = torch.minimum((target / temperature).softmax(-1), (draft / temperature).softmax(-1)).sum()
             else:
                 wanted = (target.argmax() == draft.argmax()).float()
-            assert float(alpha[r, t]) == pytest.approx(wanted.item(), abs=1e-5)
+            assert alpha[r, t].item() == pytest.approx(wanted.item(), abs=1e-5)
     terms, counts = LossTerms(loss, 0.0, 0.8, temperature, 0.1), supervised_counts([rows], 2)
     found = drafter_loss(predicted, rows, head, counts, terms, DraftHead(weight, ids))
     found.loss.backward()

@@ -257,13 +257,13 @@ def test_the_card_tells_origin_figures_and_how_to_start(tmp_path: Path) -> None:
     from services.drafter.card import AcceptanceRow, SpeedRow
 
     rows = (AcceptanceRow(0.0, (0.9, 0.8), 2.62, "engine"), AcceptanceRow(1.0, (0.7,), 1.7, "offline"))
-    speed = (SpeedRow(1, 3, 1.52, 1.49), SpeedRow(32, 0, 1.0, None))
+    speed = (SpeedRow(1, 3, 1.52, 3, 1.49), SpeedRow(32, 0, 1.0))
     measured = Measured(12, rows, speed, "a machine", "h100-7b")
     card = (export(SMALL, "sglang", tmp_path / "a", measured) / "README.md").read_text()
     for told in ("runs/one", "base", "version 3", "abc", "17 micro-steps", "over 4 tokens", "EAGLE3", "licence"):
         assert told in card, told
     assert "| 0 | 2.62 | 0.900 | 0.800 | engine |" in card and "| 1 | 1.70 | 0.700 | - | offline |" in card
-    assert "| 1 | 3 | 1.52 | 1.49 |" in card and "| 32 | no drafts | 1.00 | not timed |" in card
+    assert "| 1 | 3 | 1.52 | 1.49 (chain of 3) |" in card and "| 32 | no drafts | 1.00 | not timed |" in card
     assert "vllm serve" in (export(SMALL, "hf", tmp_path / "b") / "README.md").read_text()
     assert not list(tmp_path.rglob("*.partial"))
 
