@@ -56,7 +56,9 @@ def slot_arguments(config: ClusterConfig, engine: SGLangEngine, slot: int) -> di
     folder, strategy = model_dir(config.model.path), _deepest(config)
     model_config, start = read_config(folder), drafter_folder(config)
     if strategy.drafter == "eagle":
-        _check_drafter_folder(drafter_method(config.drafter, model_spec(model_config)), start)
+        method = drafter_method(config.drafter, model_spec(model_config))
+        _check_drafter_folder(method, start)
+        _check_sampled(method, strategy)
     seed = (config.run.seed * 1009 + slot) % 2**31
     order = switch_order(config, engine, slot)
     return engine_arguments(config, engine, strategy, (folder, model_config), start, seed, order)
@@ -72,6 +74,16 @@ def _shapes(spec: ModelSpec, strategy: DraftStrategy, method: DrafterMethod) -> 
     if strategy.drafter == "eagle":
         shapes["drafter"] = method.names()
     return shapes
+
+
+def _check_sampled(method: DrafterMethod, strategy: DraftStrategy) -> None:
+    """Rejection sampling compares distributions over the target's tokens, and a head of the drafter's own has others:
+    nobody has seen SGLang bring the two together."""
+    if strategy.sampled and method.draft_ids is not None:
+        raise ConfigError(
+            f"the drafter has an LM head of its own, over {len(method.draft_ids)} tokens: SGLang verifies its drafts "
+            "by argmax only; set sampled: false in every strategy of speculation.selector"
+        )
 
 
 def _check_drafter_folder(method: DrafterMethod, folder: Path) -> None:
