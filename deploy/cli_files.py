@@ -10,6 +10,7 @@ from deploy.cli_engine import bench_acceptance, bench_switch
 from deploy.cli_explain import explain
 from deploy.cli_gain import bench_gain, gain
 from deploy.cli_model import model_app
+from deploy.cli_trl import bench_trl
 
 
 def add_commands(app: typer.Typer, bench: typer.Typer) -> None:
@@ -23,3 +24,4 @@ def add_commands(app: typer.Typer, bench: typer.Typer) -> None:
     bench.command("graphs")(bench_graphs)
     bench.command("acceptance")(bench_acceptance)
     bench.command("switch")(bench_switch)
+    bench.command("trl")(bench_trl)
