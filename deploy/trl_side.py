@@ -160,16 +160,16 @@ class _Scorer:
         self.means: list[float] = []
         self.tokens: list[int] = []
 
-    def __call__(self, completion_ids: list[list[int]], key: list[str], **_: Any) -> list[float]:
-        prompts = [self._prompts[text] for text in key]
-        pairs = zip(prompts, completion_ids, strict=True)
+    def __call__(self, key: list[str], **given: Any) -> list[float]:
+        prompts, responses = [self._prompts[text] for text in key], given["completion_ids"]
+        pairs = zip(prompts, responses, strict=True)
         scored = self._rewards.score(prompts, [self._rollout(prompt, ids) for prompt, ids in pairs])
         failed = [reward.error for reward in scored if reward.error is not None]
         if failed:
             raise DataError(f"{len(failed)} verifications failed, the first: {failed[0]}")
         values = [reward.value for reward in scored]
         self.means.append(sum(values) / len(values))
-        self.tokens.append(sum(map(len, completion_ids)))
+        self.tokens.append(sum(map(len, responses)))
         return values
 
     def _rollout(self, prompt: Prompt, ids: list[int]) -> Rollout:

@@ -104,7 +104,8 @@ def test_their_responses_are_judged_as_ours() -> None:
     scorer = _Scorer(rewards, tokenizer, SamplingParams(stop_token_ids=(EOS,)), {prompt.text: prompt})
     right, wrong = ([*tokenizer.encode(text), EOS] for text in ("1+2=3; #3", "#4"))
     try:
-        assert scorer([right, wrong, right[:-3]], [prompt.text] * 3) == [1.0, 0.0, 0.0]
+        responses = [right, wrong, right[:-3]]
+        assert scorer(key=[prompt.text] * 3, completion_ids=responses) == [1.0, 0.0, 0.0]
     finally:
         rewards.close()
     assert scorer.means == [pytest.approx(1 / 3)] and scorer.tokens == [len(right) * 2 - 3 + len(wrong)]
