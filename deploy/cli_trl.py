@@ -16,7 +16,7 @@ def bench_trl(
     steps: Annotated[int, typer.Option(min=4, help="Optimizer steps of each run.")] = 24,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each side, with seeds run.seed, run.seed + 1 ...")] = 2,
     micro_batch: Annotated[int, typer.Option(min=1, help="Responses in a forward pass of TRL's training.")] = 32,
-    trl_threads: Annotated[int, typer.Option(min=1, help="Threads of TRL's process.")] = 2,
+    trl_threads: Annotated[int, typer.Option(min=1, help="Threads of TRL's process.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
     """Seconds per step and reward curves beside TRL's GRPOTrainer, on this machine's CPU; needs trl."""
