@@ -10,6 +10,8 @@ from deploy.cli_drafter import drafter_app
 from deploy.cli_engine import bench_acceptance, bench_switch
 from deploy.cli_explain import explain
 from deploy.cli_gain import bench_gain, gain
+from deploy.cli_model import model_app
+from deploy.cli_trl import bench_trl
 
 
 def add_commands(app: typer.Typer, bench: typer.Typer) -> None:
@@ -17,9 +19,11 @@ def add_commands(app: typer.Typer, bench: typer.Typer) -> None:
     app.add_typer(drafter_app, name="drafter")
     app.command()(explain)
     app.command()(gain)
+    app.add_typer(model_app, name="model")
     add_benches(bench)
     bench.command("gain")(bench_gain)
     bench.command("tailed")(bench_tailed)
     bench.command("graphs")(bench_graphs)
     bench.command("acceptance")(bench_acceptance)
     bench.command("switch")(bench_switch)
+    bench.command("trl")(bench_trl)
