@@ -5,7 +5,8 @@ static    one strategy whatever the batch, the drafter frozen
 suffix    drafts from what was generated before, no network (the native engine's)
 ema       SGLang's own rule over chain depths, the drafter frozen
 tlt       the reference's rules (TLT, arXiv 2511.16665): its bandit where at most 32 requests run, OFF above, the
-          drafter trained in every step that has idle time (the reference: in every tenth step; there is no setting for that)
+          drafter trained in every step that has idle time (the reference: in every tenth; there is no setting for
+          that)
 full      the run as it is: the adaptive selector, training as long as it pays
 """
 

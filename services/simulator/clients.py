@@ -39,15 +39,15 @@ class _Process:
             start = max(arrival, self._free_s)
             try:
                 answer, seconds = work(start)
-            except StaleEpochError as error:
-                self._agenda.at(start + self._message_s, partial(call.fail, error))
+            except StaleEpochError as stale:
+                self._agenda.at(start + self._message_s, partial(call.fail, stale))
             else:
                 self._free_s = start + seconds
                 self._open.add(call)
                 self._agenda.at(self._free_s + self._message_s, lambda: self._answered(call, answer))
         else:
-            error = ServiceLostError(self.name, "it is down")
-            self._agenda.at(arrival + self._message_s, partial(call.fail, error))
+            down = ServiceLostError(self.name, "it is down")
+            self._agenda.at(arrival + self._message_s, partial(call.fail, down))
         self._waiter.model_s += self._waiter.stopwatch() - began
         return call
 

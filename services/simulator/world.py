@@ -141,7 +141,7 @@ def fail_now_and_then(services: Services, scenario: Scenario, agenda: Agenda) ->
         return
     rng = random.Random(f"{scenario.seed}/failures")
     for slot in range(len(services.rollout)):
-        _fail_later([p for p in (services.rollout[slot], *services.drafters[slot : slot + 1])], scenario, agenda, rng)
+        _fail_later([services.rollout[slot], *services.drafters[slot : slot + 1]], scenario, agenda, rng)
 
 
 def _fail_later(processes: list[Any], scenario: Scenario, agenda: Agenda, rng: random.Random) -> None:
