@@ -61,3 +61,23 @@ def _all(option: str, text: str, kind: Any) -> tuple[Any, ...]:
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"{option} {text}: give numbers with commas between them") from None
+
+
+def bench_control(
+    slots: Annotated[int, typer.Option(min=2, help="Slots that are not there.")] = 1000,
+    config: Annotated[str, typer.Option(help="Whose group size and limits to take.")] = "reasoner-adaptive",
+    hosts: Annotated[int, typer.Option(min=1, help="Processes that stand for the slots.")] = 2,
+    advance_s: Annotated[float, typer.Option(min=0.05, help="How often a server reports.")] = 1.0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the run.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+) -> None:
+    """The real coordinator over Ray against many slots on this machine: decisions per second, latency, memory."""
+    with errors_told():
+        resolved = config_of(config, [])
+        import json
+
+        from deploy.bench_control import Load, run_bench
+
+        result = run_bench(resolved, Load(slots=slots, hosts=hosts, advance_s=advance_s, steps=steps))
+        if as_json:
+            print(json.dumps(result))

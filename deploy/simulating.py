@@ -11,6 +11,7 @@ from typing import Any
 
 from deploy.modes import drafting_strategies, in_mode
 from deploy.replay import read_costs
+from services.config.naming import strategy_name
 from services.config.schema import ClusterConfig
 from services.config.speculation import StrategyConfig
 from services.core.errors import ConfigError
@@ -59,8 +60,8 @@ class Point:
 class Row:
     """Of one point; seconds are medians over the steps after the first, shares of the slot time in rollout phases.
     `freed_share`: neither generating nor waiting for work that a slot could have; `reclaimed_share`: the part of it
-    that trained the drafter. Messages are answers to the coordinator; `load`: real seconds of its code in this process
-    per virtual second."""
+    that trained the drafter. Messages are answers to the coordinator; `load`: processor seconds of its code per virtual
+    second, transport apart."""
 
     point: Point
     slots: int
@@ -74,7 +75,7 @@ class Row:
     reclaimed_share: float
     lost_slots: int
     messages_per_s: float
-    messages_per_real_s: float
+    messages_per_cpu_s: float
     load: float
     virtual_s: float
     real_s: float
@@ -124,13 +125,13 @@ def best_fixed(config: ClusterConfig, question: Question, point: Point) -> Strat
 
 def run_point(config: ClusterConfig, question: Question, point: Point, best: StrategyConfig | None) -> Row:
     shape = SHAPES[point.shape]
-    sized = _sized(in_mode(config, point.mode, best), question, point.gpus // shape.gpus)
+    run = sized(in_mode(config, point.mode, best), question, point.gpus // shape.gpus)
     if point.mode == "static":
-        point = replace(point, strategy=in_mode(config, "static", best).speculation.strategies[0].drafter)
+        point = replace(point, strategy=strategy_name(run.speculation.strategies[0]))
     lengths = LogNormal(question.median, point.sigma, question.max_tokens, seed=question.seed)
     scenario = scenario_of(shape, lengths, point.gpus, point.failures, question.stretch, question.seed)
     began = time.perf_counter()
-    return row_of(point, simulate(sized, scenario, time.perf_counter), time.perf_counter() - began)
+    return row_of(point, simulate(run, scenario, time.process_time), time.perf_counter() - began)
 
 
 def scenario_of(shape: Shape, lengths: Lengths, gpus: int, failures: float, stretch: int, seed: int) -> Scenario:
@@ -140,7 +141,8 @@ def scenario_of(shape: Shape, lengths: Lengths, gpus: int, failures: float, stre
     )  # fmt: skip
 
 
-def _sized(config: ClusterConfig, question: Question, slots: int) -> ClusterConfig:
+def sized(config: ClusterConfig, question: Question, slots: int) -> ClusterConfig:
+    """With so many slots, each with its share of the work."""
     tree = config.model_dump()
     group = tree["rollout"]["group_size"]
     if question.rollouts % group:
@@ -178,7 +180,7 @@ def row_of(point: Point, run: Simulated, real_s: float) -> Row:
         reclaimed_share=drafting_s / free_s if free_s else 0.0,
         lost_slots=run.events.get("slot_lost", 0),
         messages_per_s=run.answers / run.virtual_s,
-        messages_per_real_s=run.answers / run.coordinator_s if run.coordinator_s else 0.0,
+        messages_per_cpu_s=run.answers / run.coordinator_s if run.coordinator_s else 0.0,
         load=run.coordinator_s / run.virtual_s,
         virtual_s=run.virtual_s,
         real_s=real_s,
@@ -217,7 +219,7 @@ def as_tree(question: Question, rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "simulate": True,
         "measured": f"rounds of a 7B shape on one H100 (deploy/costs/{TABLE}.json), loading and micro-steps on an "
-        "H200, real seconds of the coordinator's own code in this process",
+        "H200, processor time of the coordinator's own code in this process",
         "stated": "other shapes by the rules of services/simulator/shapes.py; lengths log-normal; acceptance and its "
         "drift by services/simulator/learning.py",
         "simulated": "all seconds, shares, tokens per second and speed-ups",

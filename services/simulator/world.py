@@ -63,7 +63,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Simulated:
-    """`virtual_s`: of the whole run; `coordinator_s`: real seconds that the coordinator's own code took in it;
+    """`virtual_s`: of the whole run; `coordinator_s`: of the stopwatch, what the coordinator's own code took in it;
     `questions` and `answers`: messages that it sent and got; `turns`: times that it looked."""
 
     slots: int
@@ -78,7 +78,7 @@ class Simulated:
 
 
 def simulate(config: ClusterConfig, scenario: Scenario, stopwatch: Callable[[], float]) -> Simulated:
-    """One run of `config` to its end. `stopwatch` tells real seconds; it decides nothing."""
+    """One run of `config` to its end. `stopwatch` tells what computing costs here; it decides nothing."""
     agenda = Agenda()
     waiter = VirtualWaiter(agenda, scenario.seconds.turn, stopwatch)
     notes, services = Notes(), build_services(config, scenario, waiter)

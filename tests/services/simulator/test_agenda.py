@@ -58,5 +58,5 @@ def test_only_the_first_end_of_a_call_counts_and_errors_are_raised() -> None:
 
 
 def test_an_answer_that_does_not_come_is_a_time_out_that_names_the_call() -> None:
-    with pytest.raises(WaitTimeoutError, match="rollout-3.advance"):
+    with pytest.raises(WaitTimeoutError, match=r"rollout-3\.advance"):
         waiter().call("rollout-3.advance").result(1.0)
