@@ -81,3 +81,48 @@ def bench_control(
         result = run_bench(resolved, Load(slots=slots, hosts=hosts, advance_s=advance_s, steps=steps))
         if as_json:
             print(json.dumps(result))
+
+
+def bench_simulator(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or a preset.")] = "pocket-demo",
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override.")] = None,
+    servers: Annotated[str, typer.Option(metavar="N,N,...", help="Of the runs to predict.")] = "1,2,4",
+    seconds: Annotated[float, typer.Option(min=1, help="Of measuring what rounds cost.")] = 30.0,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+) -> None:
+    """Step times that the simulator predicts against those of real services, in processor time."""
+    with errors_told():
+        sizes = _all("--servers", servers, int)
+        resolved = config_of(config, settings or [])
+        import json
+
+        from deploy.bench_simulator import run_bench
+
+        result = run_bench(resolved, sizes, seconds)
+        if as_json:
+            print(json.dumps(result))
+
+
+def bench_e2e(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or a preset.")] = "pocket-demo",
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override.")] = None,
+    seeds: Annotated[str, typer.Option(metavar="S,S,...", help="One run in each mode for each.")] = "0,1,2",
+    modes: Annotated[str | None, typer.Option(metavar="MODE,...", help="off, static, suffix, ema, tlt, full.")] = None,
+    trial_steps: Annotated[int, typer.Option(min=1, help="Of looking for the best fixed strategy.")] = 2,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write e2e.json and a drawing here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+) -> None:
+    """One GRPO run in every mode of speculation: seconds of a step, and whether the rewards agree."""
+    with errors_told():
+        resolved = config_of(config, settings or [])
+        numbers = _all("--seeds", seeds, int)
+        import json
+
+        from deploy.bench_e2e import run_bench, table, write
+
+        found = run_bench(resolved, numbers, modes.split(",") if modes else None, trial_steps)
+        print(table(found))
+        if out is not None:
+            write(out, found)
+        if as_json:
+            print(json.dumps(found))
