@@ -21,7 +21,7 @@ from deploy.inputs import load_inputs
 from deploy.local import build_services
 from deploy.modes import drafting_strategies, in_mode, modes_of
 from deploy.provenance import provenance
-from deploy.side_by_side import SideBySideHost
+from deploy.side_by_side import SideBySideHost, single_threaded
 from services.config.naming import strategy_name
 from services.config.schema import ClusterConfig
 from services.config.schema import NativeEngine as NativeEngineConfig
@@ -83,7 +83,7 @@ def run_once(config: ClusterConfig, mode: str) -> Run:
     notes = Notes()
     native = isinstance(config.rollout.engine, NativeEngineConfig)
     if native and pick_device(config.model.device).type == "cpu":
-        host = SideBySideHost()
+        config, host = single_threaded(config), SideBySideHost()
         with ExitStack() as closing:
             services = build_services(config, host, closing, time.process_time)
             Coordinator(config, load_inputs(config), services, notes, host.clock).run()

@@ -22,7 +22,7 @@ from deploy.inputs import load_inputs
 from deploy.local import build_services
 from deploy.modes import in_mode
 from deploy.provenance import provenance
-from deploy.side_by_side import SideBySideHost
+from deploy.side_by_side import SideBySideHost, single_threaded
 from services.config.schema import ClusterConfig
 from services.config.speculation import eagle_chain
 from services.coordinator.coordinator import Coordinator
@@ -129,7 +129,7 @@ def run_bench(
     arms = [OFF, *(draft_strategy(s) for s in dict.fromkeys((*config.speculation.strategies, STATIC)))]
     arms = [a for a in dict.fromkeys(arms) if a.drafter in ("off", "eagle")]
     costs = CostTable.fit(measured(config, arms, engine.max_running, engine.max_len, seconds))
-    config = _chains_only(config)
+    config = single_threaded(_chains_only(config))
     reference = measure(config, "off", 1)
     rows, chain = list[dict[str, Any]](), ()
     say(f"{'servers':>7} {'mode':<7}{'step':>5}{'rollout s':>10}{'predicted':>10}{'error':>7}{'step s':>8}"
