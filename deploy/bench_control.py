@@ -39,10 +39,10 @@ class Load:
     slots: int = 1000
     hosts: int = 2
     advance_s: float = 1.0
-    steps: int = 2
-    rollouts: int = 16
-    median: float = 800.0
-    longest: int = 4000
+    steps: int = 1
+    rollouts: int = 8
+    median: float = 400.0
+    longest: int = 1500
     limit_s: float = 600.0
 
 

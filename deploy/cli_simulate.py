@@ -68,7 +68,7 @@ def bench_control(
     config: Annotated[str, typer.Option(help="Whose group size and limits to take.")] = "reasoner-adaptive",
     hosts: Annotated[int, typer.Option(min=1, help="Processes that stand for the slots.")] = 2,
     advance_s: Annotated[float, typer.Option(min=0.05, help="How often a server reports.")] = 1.0,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of the run.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the run.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
     """The real coordinator over Ray against many slots on this machine: decisions per second, latency, memory."""
