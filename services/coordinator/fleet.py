@@ -68,6 +68,7 @@ class Fleet:
         self.on_blobs_lost: Callable[[], None] = lambda: None  # weights that a server needs: publish them again
         self._served: list[ServedVersions | None] = [None for _ in servers]
         self._ready: set[int] = set()
+        self.touched: set[int] = set()  # slots whose readiness changed since whoever looks cleared it
         self._gone: set[int] = set()
 
     # ------------------------------------------------------------------ what others may ask
@@ -105,13 +106,13 @@ class Fleet:
     def open(self, slot: int) -> None:
         """Lease an IDLE slot to its server and bring it to the published versions."""
         lease = self._leases.change(slot, SlotState.ROLLOUT, self._leases[slot].epoch, self._clock())
-        self._ready.discard(slot)
+        self._unready(slot)
         pending = self.servers[slot].open_epoch(lease.epoch)
         self._post(slot, pending, lambda versions: self._adopted(slot, lease.epoch, versions))
 
     def release(self, slot: int) -> None:
         """The server has nothing left: its slot becomes IDLE."""
-        self._ready.discard(slot)
+        self._unready(slot)
         self._leases.change(slot, SlotState.IDLE, self._leases[slot].epoch, self._clock())
 
     def release_all(self) -> None:
@@ -199,7 +200,7 @@ class Fleet:
             return
         name = self.servers[slot].name
         self._calls.drop(name)
-        self._ready.discard(slot)
+        self._unready(slot)
         self._served[slot] = None
         self._leases.change(slot, SlotState.LOST, self._leases[slot].epoch, self._clock())
         self._tell("slot_lost", name, f"slot {slot} is lost: {reason}")
@@ -258,7 +259,7 @@ class Fleet:
 
     def _unloaded(self, slot: int, reason: str) -> None:
         self._calls.drop(self.servers[slot].name)
-        self._ready.discard(slot)
+        self._unready(slot)
         self._tell("weights_lost", self.servers[slot].name, reason)
 
     def _heard(self, slot: int, epoch: int) -> None:
@@ -317,6 +318,11 @@ class Fleet:
         self.check_versions(slot, versions)
         self._served[slot] = versions
         self._ready.add(slot)
+        self.touched.add(slot)
+
+    def _unready(self, slot: int) -> None:
+        self._ready.discard(slot)
+        self.touched.add(slot)
 
 
 def _say(versions: ServedVersions) -> str:
