@@ -12,6 +12,7 @@ from services.core.checkpoints import CheckpointNote
 from services.core.errors import ConfigError, ServiceLostError, StaleEpochError
 from services.core.gain import Workload
 from services.core.protocols import Blob, Pending
+from services.core.selector import SelectorState
 from services.core.types import GroupWork, HiddenStateChunk, Prompt, Rollout, TrainBatch
 from services.simulator.agenda import Call, Part, VirtualWaiter
 from services.simulator.learning import Skill
@@ -120,6 +121,12 @@ class SimulatedRollout(_Process):
 
     def take_states(self, step: int, epoch: int) -> tuple[Pending[HiddenStateChunk], Blob]:
         raise ConfigError("a simulation takes hidden states from the policy trainer: set drafter.states: policy")
+
+    def selector_state(self) -> Call:
+        return self.ask("selector_state", lambda _: (self._model.selector_state(), 0.0))
+
+    def restore_selector(self, state: SelectorState, epoch: int) -> Call:
+        return self._leased("restore_selector", epoch, lambda _: (self._model.restore_selector(state), 0.0))
 
     def predict_gain(self, work: Workload) -> Call:
         """Nobody predicts here: nothing that the coordinator decides depends on it."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from services.config.schema import ClusterConfig
+from services.core.selector import SelectorState
 from services.core.types import (
     AcceptanceStats,
     FinishReason,
@@ -35,8 +36,10 @@ from services.speculation.adaptive import Adaptive
 from services.speculation.cost import CostModel
 from services.speculation.cost_table import NETWORK, CostLine, CostTable
 from services.speculation.round import Choice, RoundOutcome, RoundView, StageSeconds
-from services.speculation.selector import Fixed, make_selector
+from services.speculation.selector import Fixed, make_selector, restore_selector, selector_state
 from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
+
+PLACE = "simulated"  # of a selector's state: all servers here are alike
 
 
 @dataclass(slots=True)
@@ -148,6 +151,12 @@ class ServerModel:
     def set_strategy(self, name: str | None, now: float) -> tuple[None, float]:
         self._forced = None if name is None else self._by_name[name]
         return None, 0.0
+
+    def selector_state(self) -> SelectorState | None:
+        return None if self._policy is None else selector_state(self._selector, PLACE)
+
+    def restore_selector(self, state: SelectorState) -> bool:
+        return restore_selector(self._selector, state, PLACE)
 
     def _new_law(self) -> None:
         version = -1 if self._drafter is None else self._drafter
