@@ -41,6 +41,7 @@ from services.coordinator.resume import Takeover
 from services.coordinator.services import Inputs
 from services.core.checkpoints import CheckpointPlan
 from services.core.errors import LongtailError, ServiceLostError, StopRequested, WaitTimeoutError
+from services.weights.link import NCCL_PAIR_ENV
 
 KINDS = {
     "rollout": RolloutActor,
@@ -137,7 +138,7 @@ def _arguments(plan: ActorPlan, config: ClusterConfig, start: Start) -> list[Any
         case "policy":
             return [config, start.checkpoints]
         case "policy_group":
-            place, env = config.placement, actor_env(config.policy.threads) | TRAINER_ENV
+            place, env = config.placement, actor_env(config.policy.threads) | TRAINER_ENV | NCCL_PAIR_ENV
             each = WorkerPlace(place.policy_cpus, place.policy_gpus, role_selector(config, ROLES[plan.kind]), env)
             return [config, each, start.checkpoints]
     return [config] if plan.slot is None else [config, plan.slot]

@@ -262,7 +262,7 @@ def test_a_transfer_gives_up_before_its_server_is_taken_for_lost() -> None:
     ("overrides", "problem", "remedy"),
     [
         (["placement={mode: local, policy_workers: 2}"], "placement.mode: local has none", "set placement.mode: ray"),
-        (["placement={policy_workers: 2, policy_gpus: 0.5}"], "policy_gpus 0.5: each of 2", "as NCCL demands: set it to 1"),
+        (["placement={policy_workers: 2, policy_gpus: 0.5}"], "policy_gpus 0.5: each of 2", "set it to 1"),
         (["placement={policy_workers: 4, policy_gpus: 2}"], "policy_gpus 2: each of 4", "or to 0 for CPUs"),
         (["placement={policy_workers: 2, policy_cpus: 0}"], "placement.policy_cpus 0", "set it above 0"),
         (["policy.optimizer_offload=true"], "makes room on a GPU", "or give the policy a GPU"),
