@@ -78,8 +78,8 @@ def test_it_trains_publishes_and_keeps_as_one_does(group: Group) -> None:
     for step in (1, 2):
         report, chunk, hidden = group.client.train_step(batch(step))
         ours, theirs = group.one.train_step(batch(step)), report.result(WAIT_S)
-        assert theirs.loss == pytest.approx(ours[0].loss, rel=1e-5 if step > 1 else 1e-6)
-        assert theirs.grad_norm == pytest.approx(ours[0].grad_norm, rel=1e-4 if step > 1 else 1e-6)
+        assert theirs.loss == pytest.approx(ours[0].loss, rel=1e-3 if step > 1 else 1e-5)
+        assert theirs.grad_norm == pytest.approx(ours[0].grad_norm, rel=1e-3 if step > 1 else 1e-5)
         assert chunk.result(WAIT_S) == ours[1]
         states = ray.get(hidden, timeout=WAIT_S)
         assert [s.input_ids.tolist() for s in states] == [s.input_ids.tolist() for s in ours[2]]

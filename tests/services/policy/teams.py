@@ -21,7 +21,7 @@ from services.policy.sharding import whole
 from services.policy.team import ALONE, Team, joined_team
 from services.policy.trainer import PolicyTrainer
 
-VOCAB = 24
+VOCAB = 23
 # Seven rollouts in four groups: no number of packs is a multiple of two by itself.
 LENGTHS = [(3, 9), (5, 2), (1, 1), (4, 30), (2, 7), (6, 12), (3, 3)]
 ADVANTAGES = (1.0, -1.0, 0.5, -0.25, 2.0, -1.5, 0.0)

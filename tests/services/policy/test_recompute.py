@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from services.policy.recompute import recompute_layers
-from tests.services.policy.teams import Case, new_model, outcome_of
+from tests.services.policy.teams import VOCAB, Case, new_model, outcome_of
 
 
 def test_the_same_gradients_to_the_bit() -> None:
@@ -25,7 +25,7 @@ def kept_bytes(model: Any) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = model.model(input_ids=torch.arange(24).repeat(4, 4), use_cache=False).last_hidden_state
+        hidden = model.model(input_ids=torch.arange(VOCAB).repeat(4, 4), use_cache=False).last_hidden_state
     hidden.sum().backward()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     return sum(n for place, n in seen.items() if place not in weights)
