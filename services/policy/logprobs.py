@@ -68,4 +68,4 @@ def _score_logits(logits: Tensor, pack: Pack, hidden: Tensor, aux: Tensor | None
 
 
 def _pick(logprobs: Tensor, token_ids: Tensor) -> Tensor:
-    return logprobs.gather(-1, token_ids[:, None])[:, 0]
+    return logprobs.gather(-1, token_ids[:, None]).sum(-1)  # of one: no view, which sharding's hooks warn of

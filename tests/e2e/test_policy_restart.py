@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 import ray
@@ -22,6 +21,7 @@ from deploy.resuming import go_back_in, start_of
 from services.config.schema import ClusterConfig
 from services.core.types import StepMetrics
 from services.report.run_folder import RunFolder
+from tests.actors.group_processes import group_workers
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -61,11 +61,6 @@ class Killer:
 
     def _ask(self, handles: dict[str, Any]) -> dict[str, int]:
         return {name: ray.get(handle.process_id.remote(), timeout=60) for name, handle in handles.items()}
-
-
-def group_workers() -> list[int]:
-    """Processes of this test's policy workers."""
-    return [p.pid for p in psutil.Process().children(recursive=True) if "RayTrainWorker" in " ".join(p.cmdline())]
 
 
 class Watched(RunFolder):
