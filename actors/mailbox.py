@@ -1,4 +1,4 @@
-"""Commands to the workers of a group and their answers, between the threads of the actor that leads it.
+"""Commands to the workers of a team and their answers, between the threads of the actor that leads it.
 
 Workers fetch: a command waits in a box until whoever serves that box takes it. It is done when every box that it was
 put into has answered, and its result is what the first of them said.

@@ -1,4 +1,4 @@
-"""One worker of a policy group: Ray Train's train loop, which lives as long as the group and serves its commands.
+"""One worker of a policy team: Ray Train's train loop, which lives as long as the team and serves its commands.
 
 All workers run the same command at the same time; the first of them answers for all, and hands out what is published in
 threads of their own meanwhile.
@@ -74,7 +74,7 @@ class Member:
 
 
 def serve(settings: dict[str, Any]) -> None:
-    """Ends with an error alone, which ends the group; its leader's end ends this process."""
+    """Ends with an error alone, which ends the team; its leader's end ends this process."""
     config: ClusterConfig = settings["config"]
     leader = settings["leader"]
     try:

@@ -22,7 +22,7 @@ from actors.clients import CONTROL, TRANSFERS, WORKERS
 from actors.coordinator import CoordinatorActor
 from actors.drafter import DrafterActor
 from actors.policy import PolicyActor
-from actors.policy_group import PolicyGroupActor, WorkerPlace, leader_threads, transfer_threads
+from actors.policy_team import PolicyTeamActor, WorkerPlace, leader_threads, transfer_threads
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from deploy.console import CONSOLE, START_NEWS_S
@@ -30,7 +30,7 @@ from deploy.inputs import load_inputs
 from deploy.leftovers import await_names_free
 from deploy.metering import EnergyMeters, start_energy
 from deploy.naming import actor_name
-from deploy.placement import ROLES, TRAINER_ENV, ActorPlan, actor_env, group_env, plan_actors, role_selector
+from deploy.placement import ROLES, TRAINER_ENV, ActorPlan, actor_env, plan_actors, role_selector, team_env
 from deploy.resuming import GoBack, Start, nameless_start
 from deploy.session import ray_session
 from deploy.slots import first_gpu, place_slots
@@ -47,7 +47,7 @@ KINDS = {
     "rollout": RolloutActor,
     "drafter": DrafterActor,
     "policy": PolicyActor,
-    "policy_group": PolicyGroupActor,
+    "policy_team": PolicyTeamActor,
     "reward": RewardActor,
 }
 
@@ -113,7 +113,7 @@ def actors(config: ClusterConfig, inputs: Inputs, start: Start | None = None) ->
 
 def _start(plan: ActorPlan, config: ClusterConfig, start: Start, group: Any, lent: Mapping[int, str]) -> Any:
     env = actor_env(plan.threads) | (TRAINER_ENV if plan.kind in ("policy", "drafter") else {})
-    env |= group_env(config) if plan.kind == "policy_group" else {}
+    env |= team_env(config) if plan.kind == "policy_team" else {}
     if plan.borrows_gpu and plan.slot is not None:
         env["CUDA_VISIBLE_DEVICES"] = lent[plan.slot]
     options: dict[str, Any] = {
@@ -137,7 +137,7 @@ def _arguments(plan: ActorPlan, config: ClusterConfig, start: Start) -> list[Any
     match plan.kind:
         case "policy":
             return [config, start.checkpoints]
-        case "policy_group":
+        case "policy_team":
             place, env = config.placement, actor_env(config.policy.threads) | TRAINER_ENV | NCCL_PAIR_ENV
             each = WorkerPlace(place.policy_cpus, place.policy_gpus, role_selector(config, ROLES[plan.kind]), env)
             return [config, each, start.checkpoints]
@@ -175,7 +175,7 @@ def _replaced(
     """Another coordinator, and with `checkpoints` another policy trainer before it, which goes on from there."""
     ray.kill(handles["coordinator"])
     if checkpoints is not None:
-        ray.kill(handles["policy"])  # of a group, what is left of it
+        ray.kill(handles["policy"])  # of a team, what is left of it
         (plan,) = (p for p in plan_actors(config) if p.name == "policy")
         plan = replace(plan, name=f"{plan.name}-{takeover.incarnation}")  # the dead one may still have the name
         handles["policy"] = _start(plan, config, replace(start, checkpoints=checkpoints), None, {})
@@ -193,7 +193,7 @@ def remote_class(kind: str, config: ClusterConfig) -> Any:
     groups = {
         "drafter": {CONTROL: 1},
         "policy": transfers,
-        "policy_group": {**transfers, WORKERS: leader_threads(config)},
+        "policy_team": {**transfers, WORKERS: leader_threads(config)},
     }.get(kind)
     made = ray.remote(concurrency_groups=groups) if groups else ray.remote
     return made(KINDS[kind])
@@ -210,7 +210,7 @@ def _await_all(handles: Handles, timeout_s: float) -> None:
                 ray.get(ref)
             except RayActorError as error:
                 raise ServiceLostError(refs[ref], f"it could not start: {cause(error)}") from None
-            except RayTaskError as error:  # of a group, whose workers start behind an actor that has
+            except RayTaskError as error:  # of a team, whose workers start behind an actor that has
                 raise ServiceLostError(refs[ref], f"it could not start: {error.cause}") from None
         if late:
             names = ", ".join(refs[ref] for ref in late)

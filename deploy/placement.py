@@ -13,12 +13,12 @@ from services.config.schema import ClusterConfig, NativeEngine
 
 HEAD, ROLLOUT, POLICY = "head", "rollout", "policy"  # roles of Ray nodes
 # Where each kind of actor belongs.
-ROLES = {"rollout": ROLLOUT, "drafter": ROLLOUT, "policy": POLICY, "policy_group": POLICY, "reward": HEAD}
+ROLES = {"rollout": ROLLOUT, "drafter": ROLLOUT, "policy": POLICY, "policy_team": POLICY, "reward": HEAD}
 
 
 @dataclass(frozen=True, slots=True)
 class ActorPlan:
-    """`kind` is rollout, drafter, policy, policy_group or reward; `slot` is None outside slots. `borrows_gpu`: it works
+    """`kind` is rollout, drafter, policy, policy_team or reward; `slot` is None outside slots. `borrows_gpu`: it works
     on the first GPU of its slot's rollout server without asking Ray for a share."""
 
     name: str
@@ -53,10 +53,10 @@ def plan_actors(config: ClusterConfig) -> list[ActorPlan]:
 
 def _policy_plan(config: ClusterConfig) -> ActorPlan:
     """Its weights die with it, so a restarted one would silently begin again from the first policy. The leader of a
-    group computes nothing."""
+    team computes nothing."""
     place, threads = config.placement, config.policy.threads
-    if config.policy_in_group:
-        return ActorPlan("policy", "policy_group", None, 0.0, 0.0, 1, 0)
+    if config.policy_in_team:
+        return ActorPlan("policy", "policy_team", None, 0.0, 0.0, 1, 0)
     return ActorPlan("policy", "policy", None, place.policy_cpus, place.policy_gpus, threads, 0)
 
 
@@ -120,8 +120,8 @@ def actor_env(threads: int) -> dict[str, str]:
 TRAINER_ENV = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
-def group_env(config: ClusterConfig) -> dict[str, str]:
-    """Of a policy group's leader: Ray Train's own settings. Workers stay in the run's working directory, to which paths
+def team_env(config: ClusterConfig) -> dict[str, str]:
+    """Of a policy team's leader: Ray Train's own settings. Workers stay in the run's working directory, to which paths
     of the config are relative; a node about to be taken away is the coordinator's affair."""
     return {
         "RAY_CHDIR_TO_TRIAL_DIR": "0",

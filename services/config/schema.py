@@ -210,8 +210,8 @@ class ClusterConfig(Section):
     warmup: WarmupConfig = WarmupConfig()
 
     @property
-    def policy_in_group(self) -> bool:
-        """Whether a group of workers trains the policy, which may be a group of one."""
+    def policy_in_team(self) -> bool:
+        """Whether a team of workers trains the policy, which may be a team of one."""
         return self.placement.policy_workers > 1 or self.policy.optimizer_offload
 
     @property
@@ -222,7 +222,7 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> ClusterConfig:
         problems = [*self._engine_problems(), *self._training_problems(), *self._placement_problems()]
-        problems += [*self._states_problems(), *self._weights_problems(), *self._policy_group_problems()]
+        problems += [*self._states_problems(), *self._weights_problems(), *self._policy_team_problems()]
         if problems:
             raise ValueError("\n".join(problems))  # one a line: the loader tells each by itself
         return self
@@ -318,9 +318,9 @@ class ClusterConfig(Section):
                 "weights.connect_timeout_s and weights.part_timeout_s, or raise lease_s"
             )
 
-    def _policy_group_problems(self) -> Iterator[str]:
+    def _policy_team_problems(self) -> Iterator[str]:
         place = self.placement
-        if self.policy_in_group and place.mode == "local":
+        if self.policy_in_team and place.mode == "local":
             yield (
                 "placement.policy_workers and policy.optimizer_offload need worker processes, and placement.mode: "
                 "local has none: set placement.mode: ray, or policy_workers: 1 and optimizer_offload: false"
@@ -335,8 +335,8 @@ class ClusterConfig(Section):
                 "policy.optimizer_offload makes room on a GPU, and placement.policy_gpus is 0: set optimizer_offload: "
                 "false, or give the policy a GPU"
             )
-        if self.policy_in_group and not (place.policy_gpus or place.policy_cpus):
-            yield "placement.policy_cpus 0: Ray places a group of policy workers by what each asks for: set it above 0"
+        if self.policy_in_team and not (place.policy_gpus or place.policy_cpus):
+            yield "placement.policy_cpus 0: Ray places a team of policy workers by what each asks for: set it above 0"
 
     def _training_problems(self) -> Iterator[str]:
         if self.rollout.group_size < 2:

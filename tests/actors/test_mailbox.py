@@ -1,4 +1,4 @@
-"""Commands of a policy group and their answers, without Ray."""
+"""Commands of a policy team and their answers, without Ray."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_with_the_group_everything_open_and_later_is_lost_for_the_first_reason()
     assert command is not None
     mailbox.answer("a", command.number, (1,))
     mailbox.close(ServiceLostError("policy", "worker 1 died"))
-    mailbox.close(ServiceLostError("policy", "its worker group ended"))
+    mailbox.close(ServiceLostError("policy", "its worker team ended"))
     for future in (half, whole, mailbox.post(BOXES, "publish", None)):
         with pytest.raises(ServiceLostError, match="worker 1 died"):
             future.result(0)

@@ -21,7 +21,7 @@ from deploy.resuming import go_back_in, start_of
 from services.config.schema import ClusterConfig
 from services.core.types import StepMetrics
 from services.report.run_folder import RunFolder
-from tests.actors.group_processes import group_workers
+from tests.actors.team_processes import team_workers
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -55,7 +55,7 @@ class Killer:
     def _victim(self) -> int:
         if self.workers == 1:
             return self.processes["policy"]
-        found = group_workers()
+        found = team_workers()
         assert len(found) == self.workers
         return found[-1]
 
@@ -98,7 +98,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder.killer = killer
     start = start_of(config, folder)
     summary = run_on_ray(config, folder, on_start=killer.learn, start=start, go_back=go_back_in(folder))
-    assert group_workers() == [], "all workers end with the run"
+    assert team_workers() == [], "all workers end with the run"
     yield Outcome(summary, folder.path, killer, config)
 
 

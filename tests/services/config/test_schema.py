@@ -276,7 +276,7 @@ def test_what_policy_workers_cannot_have(overrides: list[str], problem: str, rem
 def test_policy_workers_on_cpus_and_gpus() -> None:
     assert mistakes("placement.policy_workers=3") == []
     assert mistakes(*SGLANG, "placement={policy_workers: 4, policy_cpus: 0}", "policy.optimizer_offload=true") == []
-    assert not load_config().policy_in_group
-    assert load_config(overrides=["placement.policy_workers=2"]).policy_in_group
+    assert not load_config().policy_in_team
+    assert load_config(overrides=["placement.policy_workers=2"]).policy_in_team
     offloaded = load_config(overrides=["placement={policy_gpus: 0.5}", "policy.optimizer_offload=true"])
-    assert offloaded.policy_in_group, "a group of one"
+    assert offloaded.policy_in_team, "a team of one"

@@ -1,4 +1,4 @@
-"""The processes of a policy group's workers, of a Ray that this process started."""
+"""The processes of a policy team's workers, of a Ray that this process started."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 import psutil
 
 
-def group_workers() -> list[int]:
+def team_workers() -> list[int]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # ended meanwhile, as killed actors of other tests do

@@ -1,10 +1,10 @@
-"""The policy trainer as a group of workers (Ray Train V2, FSDP2), behind the same calls as actors/policy.py.
+"""The policy trainer as a team of workers (Ray Train V2, FSDP2), behind the same calls as actors/policy.py.
 
     coordinator -> this actor, the leader -> boxes -> workers' train loops -> answers -> this actor -> coordinator
 
-The leader computes nothing. Its group is lost as a whole with any of its workers: every open call and every later one
-says so, and the run goes back to its last checkpoint with another group. Ray Train restarts nothing by itself, because
-the coordinator would not know that the policy is another one. When the leader ends, its group does: it owns the group.
+The leader computes nothing. Its team is lost as a whole with any of its workers: every open call and every later one
+says so, and the run goes back to its last checkpoint with another team. Ray Train restarts nothing by itself, because
+the coordinator would not know that the policy is another one. When the leader ends, its team does: it owns the team.
 
 Tensors pass through the leader's machine once: a worker's answer lies in the object store, and is copied there into the
 answer of the leader, which is what the coordinator has a reference to.
@@ -46,7 +46,7 @@ class WorkerPlace:
     env: dict[str, str]
 
 
-class PolicyGroupActor:
+class PolicyTeamActor:
     def __init__(self, config: ClusterConfig, place: WorkerPlace, checkpoints: CheckpointPlan | None = None) -> None:
         self._config = config
         self._boxes = [work_box(rank) for rank in range(config.placement.policy_workers)]
@@ -60,7 +60,7 @@ class PolicyGroupActor:
             "transfer_threads": transfer_threads(config),
         }
         trainer = torch_trainer(config, place, settings)
-        threading.Thread(target=self._fit, args=(trainer,), name="policy group", daemon=True).start()
+        threading.Thread(target=self._fit, args=(trainer,), name="policy team", daemon=True).start()
 
     def process_id(self) -> int:
         if not self._ready:
@@ -136,8 +136,8 @@ class PolicyGroupActor:
             raise WaitTimeoutError(f"the policy workers did not answer {method} within {limit_s:.0f} s") from None
 
     def _fit(self, trainer: TorchTrainer) -> None:
-        """Returns when the group has ended, for whatever reason."""
-        reason = "its worker group ended"
+        """Returns when the team has ended, for whatever reason."""
+        reason = "its workers ended"
         try:
             trainer.fit()
         except (TrainingFailedError, RayError) as error:
