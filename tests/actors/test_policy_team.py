@@ -127,7 +127,7 @@ def test_on_cpus_it_has_no_gpu_to_measure(team: PolicyTeam) -> None:
     assert (seat.node, seat.entries) == (team.node, ())
 
 
-def test_with_one_worker_the_group_is_lost(team: PolicyTeam) -> None:
+def test_with_one_worker_the_team_is_lost(team: PolicyTeam) -> None:
     """The last of this team: the cause is told, also to later calls, and the others end with the leader."""
     before = team_workers()
     assert len(before) == 2
@@ -144,7 +144,7 @@ def test_with_one_worker_the_group_is_lost(team: PolicyTeam) -> None:
     assert team_workers() == []
 
 
-def test_a_group_that_cannot_begin_says_why(team: PolicyTeam, tmp_path: Path) -> None:
+def test_a_team_that_cannot_begin_says_why(team: PolicyTeam, tmp_path: Path) -> None:
     """After the team before it has ended. Its model folder went away."""
     model = team.config.model.model_copy(update={"path": str(tmp_path / "gone")})
     handle = start(team.config.model_copy(update={"model": model}))
