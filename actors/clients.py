@@ -19,6 +19,7 @@ from services.core.control import refuse_tensors
 from services.core.errors import BlobLostError, LongtailError, ServiceLostError, WaitTimeoutError
 from services.core.gain import Workload
 from services.core.protocols import Blob, Pending
+from services.core.selector import SelectorState
 from services.core.types import GroupWork, HiddenStateChunk, Prompt, Rollout, TrainBatch
 from services.weights.rendezvous import Invitation, Offer
 
@@ -143,6 +144,12 @@ class RayRolloutClient(_Client):
 
     def predict_gain(self, work: Workload) -> RayCall:
         return self._control("predict_gain", work)
+
+    def selector_state(self) -> RayCall:
+        return self._control("selector_state")
+
+    def restore_selector(self, state: SelectorState, epoch: int) -> RayCall:
+        return self._control("restore_selector", state, epoch)
 
 
 class RayDrafterClient(_Client):

@@ -12,6 +12,7 @@ from actors.clients import RayWaiter, ask_for_transfer
 from actors.energy import GpuSeat, own_seat
 from services.config.schema import ClusterConfig
 from services.core.gain import ExpectedGain, Workload
+from services.core.selector import SelectorState
 from services.core.types import (
     GroupWork,
     HiddenStateChunk,
@@ -64,6 +65,12 @@ class RolloutActor:
 
     def predict_gain(self, work: Workload) -> ExpectedGain | None:
         return self._service.predict_gain(work)
+
+    def selector_state(self) -> SelectorState | None:
+        return self._service.selector_state()
+
+    def restore_selector(self, state: SelectorState, epoch: int) -> bool:
+        return self._service.restore_selector(state, epoch)
 
     def switch_memory(self, release: bool, epoch: int) -> MemorySwitch:
         return self._service.switch_memory(release, epoch)

@@ -52,7 +52,7 @@ def train(
     ] = None,
     settings: Settings = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder for run folders (run.dir).")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with this run folder, no CONFIG.")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="RUN", help="Go on with this run folder or URL.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No live display.")] = False,
 ) -> None:
     """Train a policy and its drafter; writes runs/<id>/ with report.html.

@@ -75,6 +75,8 @@ def run_bench(config: ClusterConfig, kills: int, seed: int, online: bool) -> dic
             "checkpoint_every": config.run.checkpoint_every,
             "checkpoint_bytes": _checkpoint_bytes(runs / WHOLE),
             "drafter_training": config.drafter.training.when,
+            "sampling_rounds": _rounds(runs / KILLED),
+            "uploaded": config.run.checkpoint_url is not None,
             "mode": config.placement.mode,
             "seed": seed,
             **provenance(),
@@ -217,12 +219,20 @@ def _rollouts(folder: Path, step: int) -> list[dict[str, Any]]:
 
 def _lost(folder: Path, config: ClusterConfig) -> int:
     """Rollouts that are missing, and such as are there twice."""
-    lost, wanted = 0, config.rollout.prompts_per_step * config.rollout.group_size
+    lost, least = 0, config.rollout.prompts_per_step * config.rollout.group_size
+    told = {r["step"]: r["num_rollouts"] for r in read_lines(folder / "metrics.jsonl")[0] if r["kind"] == "step"}
     for step in range(1, config.run.steps + 1):
         file = rollouts_path(folder / "rollouts", step)
         ids = [(r["group_id"], r["index"]) for r in _rollouts(folder, step)] if file.is_file() else []
+        wanted = max(least, told.get(step, 0))  # more with dynamic sampling
         lost += wanted - len(set(ids)) + len(ids) - len(set(ids))
     return lost
+
+
+def _rounds(folder: Path) -> list[int]:
+    """Of each step; above 1 with dynamic sampling."""
+    rows = read_lines(folder / "metrics.jsonl")[0]
+    return [row["sampling_rounds"] for row in rows if row["kind"] == "step"]
 
 
 def _checkpoint_bytes(folder: Path) -> int:

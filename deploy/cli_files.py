@@ -10,6 +10,9 @@ from deploy.cli_drafter import drafter_app
 from deploy.cli_engine import bench_acceptance, bench_switch
 from deploy.cli_explain import explain
 from deploy.cli_gain import bench_gain, gain
+from deploy.cli_model import model_app
+from deploy.cli_simulate import bench_control, bench_e2e, bench_simulator, simulate
+from deploy.cli_trl import bench_trl
 
 
 def add_commands(app: typer.Typer, bench: typer.Typer) -> None:
@@ -17,9 +20,15 @@ def add_commands(app: typer.Typer, bench: typer.Typer) -> None:
     app.add_typer(drafter_app, name="drafter")
     app.command()(explain)
     app.command()(gain)
+    app.add_typer(model_app, name="model")
+    app.command()(simulate)
     add_benches(bench)
     bench.command("gain")(bench_gain)
+    bench.command("control")(bench_control)
+    bench.command("e2e")(bench_e2e)
+    bench.command("simulator")(bench_simulator)
     bench.command("tailed")(bench_tailed)
     bench.command("graphs")(bench_graphs)
     bench.command("acceptance")(bench_acceptance)
     bench.command("switch")(bench_switch)
+    bench.command("trl")(bench_trl)

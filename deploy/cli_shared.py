@@ -12,6 +12,7 @@ from types import FrameType
 
 import typer
 
+from deploy.console import CONSOLE
 from services.config.load import load_config, preset_names
 from services.config.schema import ClusterConfig
 from services.core.errors import ConfigError, LongtailError, StopRequested
@@ -58,23 +59,40 @@ def config_of(config: str, settings: Sequence[str], extra: Sequence[str] = ()) -
 
 
 def training_config(
-    config: str | None, settings: Sequence[str], run_dir: Path | None, resume: Path | None
+    config: str | None, settings: Sequence[str], run_dir: Path | None, resume: str | None
 ) -> ClusterConfig:
-    """What `longtail train` runs: CONFIG, or with `resume` what its run folder says."""
+    """What `longtail train` runs: CONFIG, or with `resume` (a run folder, or URL/RUN_ID) what its run folder says."""
     if resume is None:
         if config is None:
             raise ConfigError("name a configuration: a YAML file or a preset; or a run folder with --resume")
         return config_of(config, settings, [] if run_dir is None else [f"run.dir={json.dumps(str(run_dir))}"])
     if config is not None and "=" not in config:
         raise ConfigError(f"--resume goes on with the configuration of {resume}: leave {config!r} out")
+    words = [*([config] if config else []), *settings]
+    if "://" in resume:
+        url, _, run_id = resume.rstrip("/").rpartition("/")
+        folder = _brought(url, run_id, Path("runs") if run_dir is None else run_dir)
+        return _resumed_config(folder, [f"run.checkpoint_url={json.dumps(url)}", *words])
     if run_dir is not None:
         raise ConfigError("--resume names the run folder: leave --run-dir out")
-    stored = resume / "config.yaml"
+    return _resumed_config(Path(resume), words)
+
+
+def _resumed_config(folder: Path, words: Sequence[str]) -> ClusterConfig:
+    stored = folder / "config.yaml"
     if not stored.is_file():
-        raise ConfigError(f"{resume} is no run folder (it has no config.yaml): name a folder under runs/")
-    place = resume.resolve()
-    own = [f"run.dir={json.dumps(str(resume.parent))}", f"run.id={json.dumps(place.name)}"]
-    return config_of(str(stored), [*([config] if config else []), *settings], own)
+        raise ConfigError(f"{folder} is no run folder (it has no config.yaml): name a folder under runs/")
+    own = [f"run.dir={json.dumps(str(folder.parent))}", f"run.id={json.dumps(folder.resolve().name)}"]
+    return config_of(str(stored), words, own)
+
+
+def _brought(url: str, run_id: str, runs_dir: Path) -> Path:
+    from deploy.uploading import bring
+
+    folder = runs_dir / run_id
+    if not bring(url, run_id, runs_dir, CONSOLE.print) and not folder.is_dir():
+        raise ConfigError(f"there is no whole step at {url}/{run_id}: name the URL with the run's id at its end")
+    return folder
 
 
 def pairs_of(settings: Sequence[str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from deploy.inputs import load_inputs, needs_drafter
 from deploy.progress import ProgressDisplay
 from deploy.resuming import Start, go_back_in, start_of
 from deploy.tracking import start_tracking
+from deploy.uploading import bring, uploading
 from services.config.schema import ClusterConfig
 from services.coordinator.observer import Fanout
 from services.core.errors import DataError, NothingTrainedError
@@ -73,6 +74,8 @@ def train(config: ClusterConfig, *, quiet: bool = False) -> None:
         _tell(console, config.run.dir / str(config.run.id))
         return
     check_inputs(config)
+    if config.run.checkpoint_url is not None and config.run.id is not None:
+        bring(config.run.checkpoint_url, config.run.id, config.run.dir, partial(_say, console))
     folder = RunFolder(config, say=partial(_say, console))  # writes the resolved configuration
     start = start_of(config, folder)
     _say(console, f"run folder: {folder.path}{_goes_on(start)}")
@@ -82,7 +85,7 @@ def train(config: ClusterConfig, *, quiet: bool = False) -> None:
         _say(console, f"model grown from {grown['grown_from']}: {grown['note']}")
     display = nullcontext() if quiet else ProgressDisplay(folder.latest_progress, console)
     try:
-        with display:
+        with display, uploading(config, folder, start, partial(_say, console)):
             summary = _run(config, folder, start)
     finally:
         _tell(console, folder.path)

@@ -1,4 +1,4 @@
-"""`longtail warmup`: make a model and its drafters where none is."""
+"""`longtail warmup`: make a model and its drafters, from nothing or from a model that is there."""
 
 from __future__ import annotations
 

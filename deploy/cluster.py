@@ -102,7 +102,7 @@ def actors(config: ClusterConfig, inputs: Inputs, start: Start | None = None) ->
         for plan in plans:
             handles[plan.name] = _start(plan, config, start, group, lent)
         # Last, so that of several that cannot start the coordinator, which waits for the others, is named last.
-        handles["coordinator"] = _start_coordinator(config, inputs, run_id, handles, start.takeover)
+        handles["coordinator"] = start_coordinator(config, inputs, run_id, handles, start.takeover)
         _await_all(handles, config.coordinator.start_timeout_s)
         yield handles
     finally:
@@ -144,7 +144,7 @@ def _arguments(plan: ActorPlan, config: ClusterConfig, start: Start) -> list[Any
     return [config] if plan.slot is None else [config, plan.slot]
 
 
-def _start_coordinator(
+def start_coordinator(
     config: ClusterConfig, inputs: Inputs, run_id: str, handles: Handles, takeover: Takeover | None
 ) -> Any:
     """Ray does not restart it: another one must know that it takes over. It lives on the driver's node, so that no cut
@@ -180,7 +180,7 @@ def _replaced(
         plan = replace(plan, name=f"{plan.name}-{takeover.incarnation}")  # the dead one may still have the name
         handles["policy"] = _start(plan, config, replace(start, checkpoints=checkpoints), None, {})
         _await_all({"policy": handles["policy"]}, config.coordinator.start_timeout_s)
-    handles["coordinator"] = coordinator = _start_coordinator(config, inputs, start.run_id, handles, takeover)
+    handles["coordinator"] = coordinator = start_coordinator(config, inputs, start.run_id, handles, takeover)
     _await_all({"coordinator": coordinator}, config.coordinator.start_timeout_s)
     meters.tell(coordinator)
     return coordinator

@@ -15,6 +15,7 @@ from services.core.control import refuse_tensors
 from services.core.errors import LongtailError, ServiceLostError
 from services.core.gain import Workload
 from services.core.protocols import Blob, Clock, Pending
+from services.core.selector import SelectorState
 from services.core.types import GroupWork, HiddenStateChunk, Prompt, Rollout, TrainBatch
 
 
@@ -186,6 +187,12 @@ class LocalRolloutClient(_Client):
 
     def predict_gain(self, work: Workload) -> LocalCall:
         return self._control("predict_gain", work)
+
+    def selector_state(self) -> LocalCall:
+        return self._control("selector_state")
+
+    def restore_selector(self, state: SelectorState, epoch: int) -> LocalCall:
+        return self._control("restore_selector", state, epoch)
 
 
 class LocalDrafterClient(_Client):

@@ -7,7 +7,9 @@ from services.coordinator.services import Inputs
 from services.core.errors import DataError
 from services.core.types import SamplingParams
 from services.data.source import load_prompts
-from services.models.tokenizer import load_tokenizer
+from services.models.files import model_dir, read_config
+from services.models.layers import model_spec
+from services.models.tokenizer import Tokenizer, load_tokenizer
 
 
 def load_inputs(config: ClusterConfig) -> Inputs:
@@ -17,6 +19,7 @@ def load_inputs(config: ClusterConfig) -> Inputs:
     """
     tokenizer = load_tokenizer(config.model.path)
     sampling = config.rollout.sampling
+    check_model(config, tokenizer)
     prompts = load_prompts(config, tokenizer)
     if config.run.compare_prompts and not prompts.heldout:
         raise DataError("run.compare_prompts needs held-out prompts: raise data.heldout_fraction")
@@ -33,6 +36,21 @@ def load_inputs(config: ClusterConfig) -> Inputs:
             stop_strings=sampling.stop_strings,
         ),
     )
+
+
+def check_model(config: ClusterConfig, tokenizer: Tokenizer) -> None:
+    """Raises DataError for a model that no engine runs, or whose tokenizer or context does not fit."""
+    spec = model_spec(read_config(model_dir(config.model.path)))
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise DataError(
+            f"the tokenizer of {config.model.path} has {tokenizer.vocab_size} tokens, its model {spec.vocab_size}: "
+            "they do not belong together; take both from one checkpoint"
+        )
+    if config.rollout.engine.max_len > spec.max_positions:
+        raise DataError(
+            f"rollout.engine.max_len {config.rollout.engine.max_len} exceeds the {spec.max_positions} positions that "
+            f"{config.model.path} was made for: lower it"
+        )
 
 
 def needs_drafter(config: ClusterConfig) -> bool:

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from services.config.speculation import StrategyConfig
+from services.simulator.law import Law, position_rates
 from services.speculation.cost import batch_bucket
 from services.speculation.cost_table import CostPoint, CostTable
-from services.speculation.expectation import committed, tree_rates
+from services.speculation.expectation import committed
 from services.speculation.round import RoundOutcome, RoundView, StageSeconds
 from services.speculation.strategy import DraftStrategy, draft_strategy
 
 COSTS = Path(__file__).parent / "costs"
 NOISE, OUTLIERS, OUTLIER_FACTOR = 0.04, 0.01, (1.5, 4.0)
-TRUE_RANK_DECAY = 0.3  # not what the selector's model assumes
 BUMP = 0.05  # how far prices of a strategy in a batch bucket lie beside the smooth table, either way
 
 
@@ -83,15 +83,6 @@ class Running:
     @property
     def known(self) -> int:
         return self.prompt + self.done
-
-
-@dataclass(frozen=True)
-class Law:
-    """Conditional acceptance by position, of sampled EAGLE chains and of suffix drafts. `version`: the drafter's."""
-
-    eagle: tuple[float, ...]
-    suffix: tuple[float, ...]
-    version: int = 0
 
 
 @dataclass(frozen=True)
@@ -204,25 +195,3 @@ class Replay:
     def remaining_tokens(self) -> float:
         """Per request, of those that run: the truth."""
         return sum(r.length - r.done for r in self._running) / len(self._running)
-
-
-_RATES: dict[tuple[DraftStrategy, Law], tuple[tuple[float, float], ...]] = {}
-
-
-def position_rates(strategy: DraftStrategy, law: Law) -> tuple[tuple[float, float], ...]:
-    """By position: how often there is a draft, and how often it is accepted then."""
-    key = (strategy, law)
-    if key not in _RATES:
-        _RATES[key] = _position_rates(strategy, law)
-    return _RATES[key]
-
-
-def _position_rates(strategy: DraftStrategy, law: Law) -> tuple[tuple[float, float], ...]:
-    if strategy.is_off:
-        return ()
-    if strategy.drafter == "suffix":
-        return tuple((0.9, r / 0.9) for r in law.suffix[: strategy.depth])
-    if strategy.topk == 1:
-        return tuple((1.0, r) for r in law.eagle[: strategy.depth])
-    tree = tree_rates(strategy.shape, law.eagle[: strategy.depth], TRUE_RANK_DECAY)
-    return tuple((o, a / o) if o else (0.0, 0.0) for o, a in zip(tree.offered, tree.advance, strict=True))

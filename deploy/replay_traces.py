@@ -6,7 +6,8 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from deploy.replay import Law, Step
+from deploy.replay import Step
+from services.simulator.law import Law
 
 # At temperature 1 a small trained drafter has 0.67-0.70 per position with sampled drafts, one trained for long on its
 # target's own rollouts up to 0.9.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deploy.inprocess import LocalHost
+from services.config.schema import ClusterConfig
 from services.core.protocols import Clock, Pending
 
 
@@ -54,3 +55,12 @@ class SideBySideHost(LocalHost):
 
     def _pass(self, seconds: float) -> None:
         self._now += seconds
+
+
+def single_threaded(config: ClusterConfig) -> ClusterConfig:
+    """Services in one process share its number of threads; with more than one, waiting for each other is counted as
+    processor time, a multiple of the work on a busy machine."""
+    tree = config.model_dump()
+    for section in (tree["policy"], tree["drafter"], tree["rollout"]["engine"]):
+        section["threads"] = 1
+    return ClusterConfig.model_validate(tree)

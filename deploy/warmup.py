@@ -1,7 +1,8 @@
-"""`longtail warmup`: make a small model and its first drafters from worked traces, measured on held-out problems.
+"""`longtail warmup`: make a small model, or teach one that is there, and make its first drafters; measured on held-out
+problems.
 
-Three stages: supervised learning of the target (`warmup_target`), responses of what it has become (`warmup_rollouts`),
-and a short start for each drafter on those (`warmup_drafter`).
+Three stages: supervised learning of the target (`warmup_lessons`, `warmup_target`), responses of what it has become
+(`warmup_rollouts`), and a short start for each drafter on those (`warmup_drafter`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
@@ -20,18 +21,27 @@ from transformers.utils.logging import disable_progress_bar
 
 from deploy.warmup_card import DrafterResult, WarmupResult, write_card
 from deploy.warmup_drafter import warm_drafter
+from deploy.warmup_lessons import Lessons, lessons, save_target, starting_model, starting_tokenizer
 from deploy.warmup_rollouts import WarmupRollouts, heldout_figures, warmup_rollouts
-from deploy.warmup_target import new_model, store_as, trace_examples, train_target
+from deploy.warmup_target import autocast, mean_loss, store_as, train_target
 from services.config.load import dump_config
 from services.config.schema import ClusterConfig
-from services.data.source import PromptSets, load_prompts
-from services.data.traces import CHARACTERS
+from services.data.source import load_prompts
 from services.models.device import pick_device, pick_dtype
-from services.models.tokenizer import EOS, Tokenizer, character_tokenizer, load_tokenizer
+from services.models.tokenizer import load_tokenizer
 
-VOCAB_MULTIPLE = 16  # unused rows at the end of the embedding; kernels like round sizes
-MIN_POSITIONS = 2048
 TELL_EVERY = 25
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The target, trained, in model.dtype, ready for generation; losses per supervised token on held-out traces."""
+
+    model: PreTrainedModel
+    seconds: float
+    device: str
+    loss_before: float | None
+    loss_after: float | None
 
 
 def run_warmup(
@@ -47,30 +57,30 @@ def run_warmup(
         torch.set_float32_matmul_precision("high")  # TF32; drafters train in float32
     disable_progress_bar()
     folder = out / "target"
-    tokenizer = load_tokenizer(str(folder)) if keep_target else _write_tokenizer(folder)
+    tokenizer = load_tokenizer(str(folder)) if keep_target else starting_tokenizer(config, folder)
     prompts = load_prompts(config, tokenizer)
     tell(f"{len(prompts.train)} training and {len(prompts.heldout)} held-out problems")
-    started = time.monotonic()
     if keep_target:
-        made = json.loads((out / "warmup.json").read_text(encoding="utf-8"))
-        model, target_seconds, made_on = _read_target(folder, config, device), made["target_seconds"], made["device"]
+        made = _read_target(out, config, device)
     else:
-        model, made_on = _make_target(config, prompts, tokenizer, device, tell), _name(device)
-        target_seconds = time.monotonic() - started
-        model.save_pretrained(folder)
+        to_learn = lessons(config, prompts, tokenizer)
+        made = _make_target(config, starting_model(config, tokenizer, device), to_learn, tell)
+        save_target(made.model, config, folder)
     rng = Random(f"{config.run.seed}/drafter")
-    rollouts = warmup_rollouts(model, tokenizer, prompts, config, rng, tell)
+    rollouts = warmup_rollouts(made.model, tokenizer, prompts, config, rng, tell)
     figures = heldout_figures(rollouts, config)
     tell(
         f"held-out pass rate at temperature 0 / 1: {figures.heldout_pass_rate_greedy:.3f} / "
         f"{figures.heldout_pass_rate:.3f} of {figures.heldout_prompts}; median response {figures.response_len_p50:.0f}"
     )
     result = WarmupResult(
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=sum(p.numel() for p in made.model.parameters()),
         **asdict(figures),
-        target_seconds=target_seconds,
-        drafters=_make_drafters(model, rollouts, config, rng, out, tell),
-        device=made_on,
+        target_seconds=made.seconds,
+        drafters=_make_drafters(made.model, rollouts, config, rng, out, tell),
+        device=made.device,
+        heldout_loss_before=made.loss_before,
+        heldout_loss_after=made.loss_after,
     )
     write_card(out, result, config)
     (out / "warmup.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
@@ -87,36 +97,39 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _read_target(folder: Path, config: ClusterConfig, device: torch.device) -> PreTrainedModel:
+def _read_target(out: Path, config: ClusterConfig, device: torch.device) -> _Made:
+    """What an earlier warm-up left."""
     dtype = pick_dtype(config.model.dtype)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    return model.to(device).eval()
-
-
-def _write_tokenizer(folder: Path) -> Tokenizer:
-    folder.mkdir(parents=True, exist_ok=True)
-    core = character_tokenizer(CHARACTERS)
-    core.save(str(folder / "tokenizer.json"))
-    return Tokenizer(core, folder, (EOS,))
+    model = AutoModelForCausalLM.from_pretrained(out / "target", dtype=dtype, local_files_only=True)
+    then = json.loads((out / "warmup.json").read_text(encoding="utf-8"))
+    losses = then.get("heldout_loss_before"), then.get("heldout_loss_after")
+    return _Made(model.to(device).eval(), then["target_seconds"], then["device"], *losses)
 
 
 def _make_target(
-    config: ClusterConfig, prompts: PromptSets, tokenizer: Tokenizer, device: torch.device, tell: Callable[[str], None]
-) -> PreTrainedModel:
-    """Trained, in model.dtype, ready for generation."""
-    vocab = -(-tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    positions = max(MIN_POSITIONS, config.rollout.engine.max_len)
-    model = new_model(config.warmup, vocab, positions).to(device)
-    steps, dtype = config.warmup.steps, pick_dtype(config.model.dtype)
+    config: ClusterConfig, model: PreTrainedModel, to_learn: Lessons, tell: Callable[[str], None]
+) -> _Made:
+    started, steps, dtype = time.monotonic(), config.warmup.steps, pick_dtype(config.model.dtype)
 
     def on_step(step: int, loss: Tensor) -> None:
-        if step % TELL_EVERY == 0 or step == steps:
+        if step % TELL_EVERY == 0 or step in (1, steps):
             tell(f"target step {step}/{steps}  loss {float(loss):.4f}")
 
-    train_target(model, trace_examples(prompts.train, tokenizer, config.run.seed), config.warmup, dtype, on_step)
+    def heldout_loss() -> float | None:
+        if not to_learn.heldout:
+            return None
+        return mean_loss(
+            model.eval(), to_learn.heldout, config.warmup.micro_batch_tokens, autocast(model.device, dtype)
+        )
+
+    before = heldout_loss()
+    train_target(model, to_learn.train, config.warmup, dtype, on_step)
+    after = heldout_loss()
+    if before is not None and after is not None:
+        tell(f"loss per token of {len(to_learn.heldout)} held-out traces: {before:.4f} before, {after:.4f} after")
     store_as(model, dtype)
     model.config.use_cache = model.generation_config.use_cache = True  # was off for training; generation wants it
-    return model.eval()
+    return _Made(model.eval(), time.monotonic() - started, _name(model.device), before, after)
 
 
 def _make_drafters(

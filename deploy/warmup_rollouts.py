@@ -19,8 +19,8 @@ from services.models.capture import target_states
 from services.models.device import pick_dtype
 from services.models.hidden import HiddenStates
 from services.models.layers import model_spec
-from services.models.target import TargetModel
-from services.models.tokenizer import EOS, Tokenizer
+from services.models.target import HEAD, TargetModel
+from services.models.tokenizer import Tokenizer
 from services.reward.service import build_reward_service
 from services.rollout.native import EngineOptions, NativeEngine
 from services.speculation.selector import Fixed
@@ -92,10 +92,9 @@ def _generate(
     target = TargetModel(model_spec(model.config.to_dict()), columns, model.device, dtype)
     engine = NativeEngine(target, options, Fixed(OFF), tokenizer.decode, time.monotonic)
     engine.load_policy(0, published(model))
+    most, ends = config.rollout.sampling.max_tokens, tokenizer.eos_token_ids
     for i, w in enumerate(wanted):
-        sampling = SamplingParams(
-            temperature=w.temperature, max_tokens=config.rollout.sampling.max_tokens, stop_token_ids=(EOS,)
-        )
+        sampling = SamplingParams(temperature=w.temperature, max_tokens=most, stop_token_ids=ends)
         engine.submit(GroupWork(str(i), w.prompt, (0,), (w.seed,), sampling))
     rollouts: list[Rollout] = []
     told = time.monotonic()
@@ -108,8 +107,9 @@ def _generate(
 
 
 def published(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a publisher would send: the head is tied and left out."""
-    return {k: v.detach() for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    """What a publisher would send: a tied head is left out."""
+    tied = {HEAD} if model_spec(model.config.to_dict()).tied else set()
+    return {k: v.detach() for k, v in model.state_dict().items() if k not in tied}
 
 
 def heldout_figures(rollouts: WarmupRollouts, config: ClusterConfig) -> HeldoutFigures:

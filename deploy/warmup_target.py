@@ -24,6 +24,7 @@ from transformers import (
 
 from services.config.warmup import WarmupConfig
 from services.core.types import Prompt
+from services.data.trace_files import Trace
 from services.data.traces import CHARACTERS, chain_sum_trace
 from services.models.tokenizer import BOS, EOS, PAD, Tokenizer
 
@@ -67,13 +68,25 @@ def new_model(config: WarmupConfig, vocab_size: int, max_positions: int) -> PreT
 
 def trace_examples(prompts: Sequence[Prompt], tokenizer: Tokenizer, seed: int) -> Iterator[Example]:
     """Training prompts in random order for ever, each time with a newly worded trace."""
-    # a table instead of the tokenizer: one id per character, and the tokenizer takes ten times as long for it
-    ids = {character: tokenizer.encode(character)[0] for character in CHARACTERS}
+    encode = _by_table(tokenizer) if tokenizer.unk_token_id is not None else tokenizer.encode
     rng = Random(f"{seed}/warmup")
     while True:
         for prompt in rng.sample(prompts, len(prompts)):
-            trace = [ids[character] for character in chain_sum_trace(prompt.text, rng)]
-            yield Example((*prompt.token_ids, *trace, EOS), len(prompt.token_ids))
+            trace = encode(chain_sum_trace(prompt.text, rng))
+            yield Example((*prompt.token_ids, *trace, tokenizer.eos_token_id), len(prompt.token_ids))
+
+
+def _by_table(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    """Of the new model's tokenizer, one id per character: ten times as fast as to ask it."""
+    ids = {character: tokenizer.encode(character)[0] for character in CHARACTERS}
+    return lambda text: [ids[character] for character in text]
+
+
+def repeated(traces: Sequence[Trace], seed: int) -> Iterator[Example]:
+    """The traces in random order for ever."""
+    rng = Random(f"{seed}/warmup")
+    while True:
+        yield from (Example(trace.ids, trace.prompt_len) for trace in rng.sample(traces, len(traces)))
 
 
 def train_target(
@@ -99,13 +112,15 @@ def train_target(
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * _schedule(step / config.steps)
         batch = _take(examples, config.tokens_per_step)
-        loss = _accumulate(
-            model, batch, config.micro_batch_tokens, torch.autocast(device.type, dtype, dtype != torch.float32)
-        )
+        loss = _accumulate(model, batch, config.micro_batch_tokens, autocast(device, dtype))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         on_step(step + 1, loss)
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
+    return torch.autocast(device.type, dtype, dtype != torch.float32)
 
 
 def store_as(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -129,21 +144,37 @@ def _take(examples: Iterator[Example], tokens: int) -> list[Example]:
 
 
 def _accumulate(
-    model: PreTrainedModel, batch: Sequence[Example], micro_tokens: int, autocast: AbstractContextManager[object]
+    model: PreTrainedModel, batch: Sequence[Example], micro_tokens: int, precision: AbstractContextManager[object]
 ) -> Tensor:
     """Gradient of the mean loss per supervised token, over micro-batches of similar length; returns that mean."""
-    supervised = sum(len(e.ids) - e.prompt_len for e in batch)
     total = torch.zeros((), device=model.device)
-    ordered = sorted(batch, key=lambda e: len(e.ids))
-    for span in padded_runs([len(e.ids) for e in ordered], micro_tokens):
-        ids, mask = _pad(ordered[span], model.device)
-        with autocast:
-            logits = model(input_ids=ids[:, :-1]).logits  # right padding: causal attention never sees it
-        losses = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        loss = (losses * mask[:, 1:].flatten()).sum() / supervised
+    for loss in _losses(model, batch, micro_tokens, precision):
         loss.backward()
         total += loss.detach()
     return total
+
+
+@torch.no_grad()
+def mean_loss(
+    model: PreTrainedModel, examples: Sequence[Example], micro_tokens: int, precision: AbstractContextManager[object]
+) -> float:
+    """Cross-entropy per supervised token, in nats."""
+    return float(sum(_losses(model, examples, micro_tokens, precision)))
+
+
+def _losses(
+    model: PreTrainedModel, batch: Sequence[Example], micro_tokens: int, precision: AbstractContextManager[object]
+) -> Iterator[Tensor]:
+    """Each micro-batch's part of the mean loss per supervised token. Masks come from lengths, never from ids: the end
+    of sequence may be the padding token as well."""
+    supervised = sum(len(e.ids) - e.prompt_len for e in batch)
+    ordered = sorted(batch, key=lambda e: len(e.ids))
+    for span in padded_runs([len(e.ids) for e in ordered], micro_tokens):
+        ids, mask = _pad(ordered[span], model.device)
+        with precision:
+            logits = model(input_ids=ids[:, :-1]).logits  # right padding: causal attention never sees it
+        losses = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        yield (losses * mask[:, 1:].flatten()).sum() / supervised
 
 
 def padded_runs(lengths: Sequence[int], tokens: int) -> Iterator[slice]:

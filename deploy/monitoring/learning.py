@@ -22,12 +22,16 @@ REWARD = RowSpec(
     "Reward",
     (
         PanelSpec("Reward", "Mean of the last step, and of the last held-out evaluation.",
-                  (Query(pick("reward_mean"), "training"), Query(pick("heldout_reward"), "held-out"))),
-        lines("Right answers", "Share of the last step's responses.", pick("correct_fraction"), "right", "percentunit"),
+                  (Query(pick("reward_mean"), "training"), Query(pick("heldout_reward"), "held-out")), width=6),
+        lines("Right answers", "Share of the last step's responses.", pick("correct_fraction"), "right", "percentunit",
+              width=6),
         PanelSpec("Without a signal", "Groups whose rewards are all equal teach nothing; verifiers that fail are no "
                   "wrong answers.",
                   (Query(pick("zero_variance_fraction"), "groups, share"),
-                   Query(grown("reward_errors_total"), "verifier errors"))),
+                   Query(grown("reward_errors_total"), "verifier errors")), width=6),
+        PanelSpec("Dynamic sampling", "Groups that were sampled, by what became of them; rounds of the last step.",
+                  (Query(grown("groups_total", by="fate"), "{{fate}}"), Query(pick("sampling_rounds"), "rounds")),
+                  width=6),
     ),
 )  # fmt: skip
 

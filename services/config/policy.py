@@ -20,14 +20,23 @@ class OverlongConfig(Section):
     penalty: float = Field(1.0, gt=0)
 
 
+class DynamicSampling(Section):
+    """Groups without a signal are replaced by further prompts (DAPO, section 3.2), in at most `max_rounds` rounds of a
+    step, the first one included. What is missing then is filled up with groups that have none."""
+
+    max_rounds: int = Field(3, ge=2)
+
+
 class _Algorithm(Section):
     """`baseline`: how a group's rewards become advantages. `aggregation`: what a batch's loss is a mean over, see
-    services/policy/loss.py; `aggregation_constant`: its divisor for "constant". `overlong`: shaping of the rewards."""
+    services/policy/loss.py; `aggregation_constant`: its divisor for "constant". `overlong`: shaping of the rewards.
+    `dynamic_sampling` None: a step trains on the groups of its own prompts, whatever their rewards are."""
 
     baseline: Baseline = "standardised"
     aggregation: Aggregation = "sequence"
     aggregation_constant: float = Field(512.0, gt=0)
     overlong: OverlongConfig | None = None
+    dynamic_sampling: DynamicSampling | None = None
 
 
 class _Clipped(_Algorithm):
@@ -50,7 +59,8 @@ class DrGrpo(_Clipped):
 
 
 class Dapo(_Clipped):
-    """Decoupled clip and token-level loss (Yu et al. 2025). Its length punishment is `overlong`."""
+    """Decoupled clip and token-level loss (Yu et al. 2025). Its length punishment is `overlong`, its
+    sampling `dynamic_sampling`."""
 
     type: Literal["dapo"] = "dapo"
     clip_high: float = Field(0.28, gt=0)

@@ -178,7 +178,9 @@ class RunConfig(Section):
     """`id` is the run folder's name under `dir`; None: made of `name`, the time and a random token. A run whose id is
     there already goes on from its last checkpoint, so that starting it again is always safe. A checkpoint is written
     every `checkpoint_every` steps and at the end (0: never); the newest `keep_last` stay, and the `keep_best` with the
-    highest held-out reward of those written at an evaluation."""
+    highest held-out reward of those written at an evaluation. `checkpoint_url`: checkpoints and records are copied to
+    URL/ID as well, in the background, and a run whose folder is not on this machine goes on from there;
+    `upload_timeout_s`: how long the end of a run waits for the last copy."""
 
     name: str = "run"
     id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,119}$")
@@ -186,6 +188,8 @@ class RunConfig(Section):
     checkpoint_every: int = Field(5, ge=0)
     keep_last: int = Field(2, ge=1)
     keep_best: int = Field(0, ge=0)
+    checkpoint_url: str | None = Field(None, pattern=r"^[a-z][a-z0-9+.-]*://.+")
+    upload_timeout_s: float = Field(600.0, gt=0)
     steps: int = Field(20, ge=1)
     seed: int = 0
     eval_prompts: int = Field(128, ge=0)
@@ -193,6 +197,14 @@ class RunConfig(Section):
     compare_prompts: int = Field(0, ge=0)  # speculation off against on, same prompts and seeds, at the end
     compare_repeats: int = Field(3, ge=1)
     tracking: tuple[Tracker, ...] = ("tensorboard",)  # beside the JSONL files of the run folder
+
+    @model_validator(mode="after")
+    def _something_to_copy(self) -> RunConfig:
+        if self.checkpoint_url is not None and not self.checkpoint_every:
+            raise ValueError(
+                "checkpoint_url has nothing to copy with checkpoint_every 0: raise it, or leave the URL out"
+            )
+        return self
 
 
 class ClusterConfig(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -11,8 +12,12 @@ from services.config.section import Section
 
 class WarmupConfig(Section):
     """`longtail warmup`: how a small model and its first drafters are made, from worked traces. Matrices are multiplied
-    and weights saved in model.dtype."""
+    and weights saved in model.dtype. `start` "model": go on from model.path, whose shape and tokenizer stay; "new": a
+    model of the shape below. `traces`: JSONL rows of {"prompt", "response"} or {"text"} to imitate; None: worked
+    chain sums for data.source's prompts."""
 
+    start: Literal["new", "model"] = "new"
+    traces: Path | None = None
     model_type: Literal["qwen3", "llama", "qwen2"] = "qwen3"
     hidden_size: int = Field(96, ge=8)
     intermediate_size: int = Field(288, ge=8)
@@ -20,7 +25,7 @@ class WarmupConfig(Section):
     num_heads: int = Field(6, ge=1)
     num_kv_heads: int = Field(3, ge=1)
     head_dim: int = Field(16, ge=2)
-    steps: int = Field(600, ge=1)
+    steps: int = Field(600, ge=0)  # 0: drafters alone, for model.path as it is
     tokens_per_step: int = Field(8192, ge=256)
     micro_batch_tokens: int = Field(4096, ge=64)  # of one forward pass, padding included
     learning_rate: float = Field(2e-3, gt=0)
@@ -39,6 +44,11 @@ class WarmupConfig(Section):
         if self.model_type == "llama" and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} of a Llama must be a multiple of num_heads {self.num_heads}"
+            )
+        if self.start == "new" and (self.traces is not None or not self.steps):
+            raise ValueError(
+                "a new model spells chain sums only and has to learn them: for traces of your own, or steps 0, set "
+                "warmup.start to model and model.path to a model folder"
             )
         if len(set(self.drafter_methods)) < len(self.drafter_methods):
             raise ValueError(f"drafter_methods {list(self.drafter_methods)} names one twice")

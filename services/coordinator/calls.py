@@ -9,8 +9,12 @@ in the coordinator's only thread.
 
 from __future__ import annotations
 
+import heapq
+import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, TypeVar
 
 from services.core.errors import BlobLostError, ServiceLostError, StaleEpochError, TransferError
@@ -43,14 +47,21 @@ class _Call:
 
 
 class Calls:
-    """`blobs_lost`: tensors went with a machine, and nobody has made them again yet."""
+    """`blobs_lost`: tensors went with a machine, and nobody has made them again yet.
+
+    Thousands of calls may be under way, so that none is ever looked for: they are kept by what they wait for, by owner
+    and by deadline. A deadline whose call was answered is left in its heap until it is the next one.
+    """
 
     def __init__(self, waiter: Waiter, clock: Clock, check_stop: Callable[[], None] = lambda: None) -> None:
         self._waiter = waiter
         self._clock = clock
         self._check_stop = check_stop
-        self._calls: list[_Call] = []
-        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._calls: dict[int, _Call] = {}  # by the identity of what they wait for, oldest first
+        self._owned: defaultdict[str, set[int]] = defaultdict(set)
+        self._numbers = count()  # of equal times the one that was told first comes first
+        self._deadlines: list[tuple[float, int, _Call]] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self.blobs_lost = False
         self._answers: dict[str, float] = {}
 
@@ -67,19 +78,20 @@ class Calls:
         self._post(owner, pending, done, lost, timeout_s, untransferred, gone)
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
-        self._timers.append((self._clock() + delay_s, action))
+        heapq.heappush(self._timers, (self._clock() + delay_s, next(self._numbers), action))
 
     def drop(self, owner: str) -> None:
         """Forget the owner's calls: answers that still come are ignored."""
-        self._calls = [c for c in self._calls if c.owner != owner]
+        for key in self._owned.pop(owner, ()):
+            del self._calls[key]
 
     def outstanding(self, owner: str) -> int:
-        return sum(c.owner == owner for c in self._calls)
+        return len(self._owned.get(owner, ()))
 
     @property
     def under_way(self) -> tuple[_Call, ...]:
         """May be read from any thread."""
-        return tuple(self._calls)
+        return tuple(self._calls.values())
 
     @property
     def last_answers(self) -> dict[str, float]:
@@ -92,16 +104,30 @@ class Calls:
         Raises StopRequested when the user asked to stop, and every error that is not the loss of a service.
         """
         self._check_stop()
-        now = self._clock()
-        due = [c.deadline_s for c in self._calls] + [at for at, _ in self._timers]
-        wait_s = max(0.0, min([max_wait_s, *(at - now for at in due)]))
-        ready = self._waiter.wait([c.pending for c in self._calls], wait_s)
-        for call in [c for c in self._calls if any(c.pending is p for p in ready)]:
+        wait_s = max(0.0, min(max_wait_s, self._next_due() - self._clock()))
+        for pending in self._waiter.wait([c.pending for c in self._calls.values()], wait_s):
+            call = self._calls.get(id(pending))
             # A continuation may have dropped calls of a service it found lost.
-            if call in self._calls:
-                self._calls.remove(call)
+            if call is not None and call.pending is pending:
+                self._forget(call)
                 self._finish(call)
         self._overdue()
+
+    def _next_due(self) -> float:
+        """When the next deadline or timer is."""
+        while self._deadlines and not self._waits(self._deadlines[0][2]):
+            heapq.heappop(self._deadlines)
+        return min([math.inf, *(heap[0][0] for heap in (self._deadlines, self._timers) if heap)])
+
+    def _waits(self, call: _Call) -> bool:
+        return self._calls.get(id(call.pending)) is call
+
+    def _forget(self, call: _Call) -> None:
+        del self._calls[id(call.pending)]
+        owned = self._owned[call.owner]
+        owned.discard(id(call.pending))
+        if not owned:
+            del self._owned[call.owner]
 
     def wait_for(self, owner: str, pending: Pending[T], timeout_s: float) -> T:
         """The answer of one call; other calls go on meanwhile. Raises ServiceLostError when its callee is lost, and
@@ -111,7 +137,7 @@ class Calls:
         gone: list[str] = []
         call = self._post(owner, pending, answers.append, losses.append, timeout_s, gone=gone.append)
         while not (answers or losses or gone):
-            if call not in self._calls:  # dropped: another call found the owner lost
+            if not self._waits(call):  # dropped: another call found the owner lost
                 losses.append("it died meanwhile")
                 break
             self.turn()
@@ -133,7 +159,11 @@ class Calls:
     ) -> _Call:
         deadline_s = self._clock() + timeout_s
         call = _Call(owner, pending, done, lost, gone or lost, deadline_s, timeout_s, untransferred or lost)
-        self._calls.append(call)
+        key = id(pending)
+        assert key not in self._calls, f"{pending.what} is waited for twice"
+        self._calls[key] = call
+        self._owned[owner].add(key)
+        heapq.heappush(self._deadlines, (deadline_s, next(self._numbers), call))
         return call
 
     def _finish(self, call: _Call) -> None:
@@ -155,10 +185,17 @@ class Calls:
 
     def _overdue(self) -> None:
         now = self._clock()
-        for call in [c for c in self._calls if c.deadline_s <= now]:
-            if call in self._calls:
-                self._calls.remove(call)
+        for _, _, call in _taken(self._deadlines, now):
+            if self._waits(call):
+                self._forget(call)
                 call.lost(f"no answer to {call.pending.what} within {call.timeout_s:.0f} s")
-        for timer in [t for t in self._timers if t[0] <= now]:
-            self._timers.remove(timer)
-            timer[1]()
+        for _, _, action in _taken(self._timers, now):
+            action()
+
+
+def _taken(heap: list[tuple[float, int, T]], now: float) -> list[tuple[float, int, T]]:
+    """What is due, taken out all at once: what that adds is for the next turn."""
+    due = []
+    while heap and heap[0][0] <= now:
+        due.append(heapq.heappop(heap))
+    return due

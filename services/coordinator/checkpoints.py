@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from services.config.schema import RunConfig
 from services.coordinator.assembly import Parts
 from services.coordinator.drafting import Drafting
 from services.coordinator.fleet import Patience
 from services.coordinator.releases import Releases
+from services.coordinator.selectors import SelectorStates
 from services.coordinator.work import fingerprint
+from services.coordinator.worth import Worth
 from services.core.checkpoints import CheckpointNote, DataPosition
 from services.core.errors import ServiceLostError
 from services.core.protocols import PolicyClient
 from services.core.types import Prompt
 
 
+@dataclass(frozen=True, slots=True)
+class Learned:
+    selectors: SelectorStates
+    worth: Worth
+
+
 class Checkpoints:
     """`recorded`: the step that a checkpoint can be of now, None while the policy is ahead of what was told.
-    `data` says where the run is in its prompts."""
+    `data` says where the run is in its prompts. `learned`: what the coordinator's own parts and the servers know."""
 
     def __init__(
         self,
@@ -28,17 +37,23 @@ class Checkpoints:
         drafting: Drafting,
         releases: Releases,
         patience: Patience,
+        learned: Learned,
     ) -> None:
         self._run: RunConfig = parts.config.run
         self._policy, self._parts, self._patience = policy, parts, patience
-        self._drafting, self._releases = drafting, releases
+        self._drafting, self._releases, self._learned = drafting, releases, learned
         self.data = DataPosition(fingerprint(prompts))
         self.recorded: int | None = None
         self._saved: int | None = None
 
-    def go_on(self, note: CheckpointNote) -> str | None:
-        """Go on from a checkpoint; a message when the prompts are others than then: they begin at their first one."""
+    def go_on(self, note: CheckpointNote, steps_done: int) -> str | None:
+        """Go on from a checkpoint; a message when the prompts are others than then: they begin at their first one.
+        `steps_done`: where the policy is; what was made of later steps than the checkpoint's died with a coordinator.
+        """
         self._saved = self.recorded = note.step
+        self._learned.selectors.go_on(note.selectors)
+        if note.worth is not None and note.step == steps_done:
+            self._learned.worth.restore(note.worth)
         if note.data.fingerprint == self.data.fingerprint:
             self.data = note.data
             return None
@@ -95,6 +110,8 @@ class Checkpoints:
             self.data,
             ahead,
             self._parts.trainers.chunks,
+            self._learned.selectors.known,
+            self._learned.worth.state(),
         )
         pending = self._policy.checkpoint(note, live, served if ahead else None)
         self._parts.calls.post(self._policy.name, pending, lambda _: None, self._lost, self._patience.call_s)

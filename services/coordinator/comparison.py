@@ -8,15 +8,59 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from services.config.naming import strategy_name
+from services.coordinator.assembly import Parts
+from services.coordinator.progress import ProgressBoard
+from services.coordinator.rollout_phase import RolloutPhase
+from services.coordinator.services import Inputs
 from services.coordinator.summary import Comparison
+from services.coordinator.timeline import Timeline
+from services.coordinator.work import make_work
 from services.core.types import AcceptanceStats, Prompt, Rollout, SamplingParams
 
 OFF = "off"
 
 # (label, prompts, group size, sampling, forced strategy or None) -> rollouts in group order, wall seconds.
 Generate = Callable[[str, Sequence[Prompt], int, SamplingParams, str | None], tuple[list[Rollout], float]]
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedRuns:
+    """The comparison as `config.run` asks for it, on the run's own servers."""
+
+    parts: Parts
+    phase: RolloutPhase
+    timeline: Timeline
+    board: ProgressBoard
+
+    def compare(self, inputs: Inputs) -> Comparison:
+        config = self.parts.config
+        names = dict.fromkeys(strategy_name(s) for s in config.speculation.strategies)
+        return compare(
+            self._generate,
+            inputs.heldout,
+            config.run.compare_prompts,
+            config.run.compare_repeats,
+            config.rollout.group_size,
+            inputs.sampling,
+            [name for name in names if name != OFF],
+        )
+
+    def _generate(
+        self, label: str, prompts: Sequence[Prompt], group_size: int, sampling: SamplingParams, name: str | None
+    ) -> tuple[list[Rollout], float]:
+        fleet, clock = self.parts.fleet, self.parts.clock
+        self.timeline.enter(f"{label} {name or 'selector'}")
+        self.board.begin("comparison", len(prompts) * group_size)
+        works = make_work(prompts, label, group_size, sampling, self.parts.config.run.seed)
+        fleet.force(name)
+        start = clock()
+        groups = sorted(self.phase.generate(works, drafters=0), key=lambda g: g.group_id)
+        seconds = clock() - start
+        fleet.forced = None
+        return [r for g in groups for r in g.rollouts], seconds
 
 
 def compare(

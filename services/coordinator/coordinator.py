@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from services.config.naming import strategy_name
 from services.config.schema import ClusterConfig
 from services.coordinator import loop
 from services.coordinator.alarms import useless_drafter
 from services.coordinator.assembly import Parts, make_drafting, make_forecast, make_phase
 from services.coordinator.calls import Calls
-from services.coordinator.checkpoints import Checkpoints
-from services.coordinator.comparison import OFF, compare
+from services.coordinator.checkpoints import Checkpoints, Learned
+from services.coordinator.comparison import ForcedRuns
 from services.coordinator.control import Control, SafePoint, forceable
 from services.coordinator.diagnosis import Diagnosis, diagnose
+from services.coordinator.dynamic_sampling import PromptDraws, StepGroups
 from services.coordinator.fleet import Fleet, Patience, Published
 from services.coordinator.leases import LeaseBook
 from services.coordinator.ledger import FinishedGroup
@@ -33,6 +33,7 @@ from services.coordinator.releases import Releases
 from services.coordinator.resume import Takeover
 from services.coordinator.salvage import salvage
 from services.coordinator.scoring import Scoring
+from services.coordinator.selectors import SelectorStates
 from services.coordinator.services import Inputs, Services
 from services.coordinator.stats import group_stats
 from services.coordinator.strategies import StrategyLog
@@ -40,7 +41,7 @@ from services.coordinator.summary import Summary
 from services.coordinator.telemetry.facts import NO_TELEMETRY, Telemetry
 from services.coordinator.timeline import Timeline
 from services.coordinator.trainers import Trainers
-from services.coordinator.work import make_work, prompts_of_step
+from services.coordinator.work import make_work
 from services.coordinator.worth import Worth
 from services.core.energy import EnergyClient, GpuName
 from services.core.errors import LongtailError, ServiceLostError, StopRequested
@@ -50,9 +51,7 @@ from services.core.types import (
     Group,
     ProgressView,
     Prompt,
-    Rollout,
     RunEvent,
-    SamplingParams,
     SlotLease,
     SlotSpan,
     SlotState,
@@ -92,6 +91,8 @@ class Coordinator:
         self._patience = Patience(config.coordinator.call_timeout_s, config.coordinator.start_timeout_s)
         self._summary = Summary(list(before.steps), list(before.evaluations), events=before.events)
         self._facts = StepFacts()
+        self._draws = PromptDraws.configured(config, inputs.train)
+        self._groups = StepGroups(self._draws, 1, self._has_signal)
         self._fleet = Fleet(services.rollout, self._leases, self._calls, clock, self._patience, self._tell)
         self._fleet.on_blobs_lost = self._salvage
         self._engine_states = config.drafter.states == "engine"
@@ -105,10 +106,16 @@ class Coordinator:
         )
         self._worth = Worth(config.drafter.training)
         self._phase = make_phase(parts, self._drafting, self._board, self._strategies, services.cores)
-        self._forecast = make_forecast(parts, inputs.sampling)
+        self._forecast, self._selectors = make_forecast(parts, inputs.sampling), SelectorStates(parts)
         self._scoring = Scoring(config.reward, services.reward, self._calls, clock, self._patience, self._tell)
         self.checkpoints = Checkpoints(
-            services.policy, inputs.train, parts, self._drafting, self._releases, self._patience
+            services.policy,
+            inputs.train,
+            parts,
+            self._drafting,
+            self._releases,
+            self._patience,
+            Learned(self._selectors, self._worth),
         )
         self._safe_point = SafePoint(
             self.control, self._fleet, self._calls, self._timeline, self._board, self._tell, self.checkpoints.now
@@ -180,24 +187,26 @@ class Coordinator:
         self._safe_point.reach()
 
     def prompts(self, step: int) -> Sequence[Prompt]:
-        run, since = self._config.run, self.checkpoints.data.since
-        return prompts_of_step(self._inputs.train, step - since, self._config.rollout.prompts_per_step, run.seed)
-
-    def generate(self, step: int, prompts: Sequence[Prompt]) -> Iterator[FinishedGroup]:
-        rollout = self._config.rollout
-        label, sampling, seed = f"step{step:05d}", self._inputs.sampling, self._config.run.seed
-        works = make_work(prompts, label, rollout.group_size, sampling, seed, self._engine_states)
         self._facts = StepFacts(predicted_gain=self._forecast.gain)
         self._drafting.progress = []
         self._timeline.enter(f"step {step}")
         self._metering.begin()
         self._board.step = step
+        place = step - self.checkpoints.data.since
+        self._groups = StepGroups(self._draws, place, self._has_signal)
+        return self._draws.of_step(place)
+
+    def generate(self, step: int, prompts: Sequence[Prompt]) -> Iterator[FinishedGroup]:
+        rollout = self._config.rollout
+        label, sampling, seed = f"step{step:05d}", self._inputs.sampling, self._config.run.seed
+        first = len(self._groups.sampled)
+        works = make_work(prompts, label, rollout.group_size, sampling, seed, self._engine_states, first)
         self._board.begin("rollout", len(prompts) * rollout.group_size)
         self._timeline.open_window()
         with self._timed("rollout"):
             drafters = self._worth.slots(len(self._leases))
             yield from self._phase.generate(works, drafters, step if self._engine_states else None)
-        self._facts.slot_seconds = self._timeline.close_window()
+        self._facts.add_slot_seconds(self._timeline.close_window())
         if self._engine_states:
             with self._timed("rollout"):
                 self._drafting.finish()
@@ -208,18 +217,27 @@ class Coordinator:
     def score(self, group: FinishedGroup) -> None:
         self._scoring.submit(group)
 
-    def scored(self) -> list[Group]:
+    def further(self) -> Sequence[Prompt]:
         self._board.enter("reward")
         with self._timed("reward"), self._timeline.span("reward", "reward"):
             groups = self._scoring.collect()
-        self._facts.groups = groups
-        self._forecast.ask(groups, [i for i in range(len(self._leases)) if self._leases.state(i) is not SlotState.LOST])
-        self._board.reward_mean = group_stats(groups).reward_mean
-        return groups
+        return self._groups.add(groups)
+
+    def chosen(self) -> list[Group]:
+        sampled, chosen = self._groups.sampled, self._groups.chosen()
+        self._facts.sampled(self._groups)
+        self._facts.zero_variance_fraction = self._services.advantages(sampled)[1]
+        asked = [i for i in range(len(self._leases)) if self._leases.state(i) is not SlotState.LOST]
+        self._forecast.ask(sampled, asked)
+        self._selectors.ask(asked)
+        self._board.reward_mean = group_stats(sampled).reward_mean
+        return chosen
 
     def advantages(self, groups: Sequence[Group]) -> tuple[float, ...]:
-        values, self._facts.zero_variance_fraction = self._services.advantages(groups)
-        return values
+        return self._services.advantages(groups)[0]
+
+    def _has_signal(self, group: Group) -> bool:
+        return any(self._services.advantages([group])[0])
 
     # ------------------------------------------------------------------ the verbs: policy, drafter, weights
 
@@ -321,32 +339,9 @@ class Coordinator:
     # ------------------------------------------------------------------ speculation off against on
 
     def _compare(self) -> None:
-        run, rollout = self._config.run, self._config.rollout
-        names = dict.fromkeys(strategy_name(s) for s in self._config.speculation.strategies)
-        if not run.compare_prompts:
-            return
-        self._summary.comparison = compare(
-            self._generate_forced,
-            self._inputs.heldout,
-            run.compare_prompts,
-            run.compare_repeats,
-            rollout.group_size,
-            self._inputs.sampling,
-            [name for name in names if name != OFF],
-        )
-
-    def _generate_forced(
-        self, label: str, prompts: Sequence[Prompt], group_size: int, sampling: SamplingParams, name: str | None
-    ) -> tuple[list[Rollout], float]:
-        self._timeline.enter(f"{label} {name or 'selector'}")
-        self._board.begin("comparison", len(prompts) * group_size)
-        works = make_work(prompts, label, group_size, sampling, self._config.run.seed)
-        self._fleet.force(name)
-        start = self._clock()
-        groups = sorted(self._phase.generate(works, drafters=0), key=lambda g: g.group_id)
-        seconds = self._clock() - start
-        self._fleet.forced = None
-        return [r for g in groups for r in g.rollouts], seconds
+        if self._config.run.compare_prompts:
+            parts = self._parts, self._phase, self._timeline, self._board
+            self._summary.comparison = ForcedRuns(*parts).compare(self._inputs)
 
     # ------------------------------------------------------------------ small helpers
 

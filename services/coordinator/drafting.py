@@ -16,6 +16,7 @@ trains any more, all trainers take over what it came to, so that the next ones t
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,14 +32,13 @@ from services.core.types import DrafterProgress, RunEvent, SlotState
 @dataclass(slots=True)
 class _Lane:
     """A slot that trains. `number` tells the members of a round apart: each draws its own data. `begun_at`: the total
-    of micro-steps from which it last began; `waiting` for the round to end; `leave_s`: when it was asked to leave."""
+    of micro-steps from which it last began; `leave_s`: when it was asked to leave."""
 
     slot: int
     epoch: int
     number: int
     begun_at: int = 0
     trained: bool = False
-    waiting: bool = False
     leave_s: float | None = None
 
 
@@ -52,6 +52,22 @@ class _Round:
     parts: list[tuple[Blob, int]] = field(default_factory=list)
     due: bool = False
     merging: int | None = None
+
+
+class _Numbers:
+    """The least number that nobody has."""
+
+    def __init__(self) -> None:
+        self._free, self._next = list[int](), 0
+
+    def take(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        self._next += 1
+        return self._next - 1
+
+    def give(self, number: int) -> None:
+        heapq.heappush(self._free, number)
 
 
 class Drafting:
@@ -84,6 +100,8 @@ class Drafting:
         self._checkpoints = checkpoints
         self._telemetry = telemetry
         self._lanes: dict[int, _Lane] = {}
+        self._waiting: set[int] = set()  # slots whose lane waits for the round to end
+        self._numbers = _Numbers()
         self._round = _Round(0.0)
         self.progress: list[DrafterProgress] = []
         self.preempted_s: list[float] = []  # from asking a slot to leave until it was free
@@ -99,15 +117,14 @@ class Drafting:
         """Lease an IDLE slot to its trainer and let it join the round, or begin one."""
         assert slot not in self._lanes
         lease = self._leases.change(slot, SlotState.DRAFTING, self._leases[slot].epoch, self._clock())
-        taken = {lane.number for lane in self._lanes.values()}
-        lane = _Lane(slot, lease.epoch, next(n for n in range(len(taken) + 1) if n not in taken))
+        lane = _Lane(slot, lease.epoch, self._numbers.take())
         closing = self._round.due or self._round.merging is not None
         ending = closing or (not self._lanes and bool(self._round.handing))
         if not self._lanes and not ending:
             self._round = _Round(self._clock())
         self._lanes[slot] = lane
         if ending:
-            lane.waiting = True  # begins from what the round that is ending comes to
+            self._waiting.add(slot)  # begins from what the round that is ending comes to
         else:
             self._begin(lane)
 
@@ -118,7 +135,7 @@ class Drafting:
             if lane.leave_s is not None:
                 continue
             lane.leave_s = self._clock()
-            if lane.waiting:
+            if slot in self._waiting:
                 self._free(lane)
             else:
                 self._trainers.post(slot, self._trainers.clients[slot].interrupt(lane.epoch))
@@ -137,12 +154,13 @@ class Drafting:
     def slot_lost(self, slot: int) -> None:
         """The fleet found the slot lost (its lease ran out): whoever trained there no longer holds it."""
         if slot in self._lanes:
-            del self._lanes[slot]
+            self._remove(slot)
             self._trainers.lose(slot, "its slot's lease ran out")
             self._close_round()
 
     def _trainer_lost(self, slot: int, reason: str) -> None:
-        if self._lanes.pop(slot, None) is not None:
+        if slot in self._lanes:
+            self._remove(slot)
             self._fleet.lose(slot, f"its drafter trainer is lost: {reason}")
         if self._round.merging == slot:
             self._round.merging = None  # the parts are still there: another one combines them
@@ -156,7 +174,8 @@ class Drafting:
         if live is None:
             self._give_up(lane)
             return
-        lane.waiting, lane.trained = False, False
+        self._waiting.discard(lane.slot)
+        lane.trained = False
 
         def begun(total_steps: int) -> None:
             lane.begun_at = total_steps
@@ -200,7 +219,7 @@ class Drafting:
         if lane.leave_s is not None:
             self._free(lane)
         else:
-            lane.waiting = True
+            self._waiting.add(lane.slot)
         if lane.trained:
             self._take_part(lane)
         self._close_round()
@@ -220,18 +239,22 @@ class Drafting:
         self._trainers.post(lane.slot, pending, handed)
 
     def _free(self, lane: _Lane) -> None:
-        del self._lanes[lane.slot]
+        self._remove(lane.slot)
         self._leases.change(lane.slot, SlotState.IDLE, lane.epoch, self._clock())
         assert lane.leave_s is not None
         self.preempted_s.append(self._clock() - lane.leave_s)
         self._telemetry.left(self.preempted_s[-1])
+
+    def _remove(self, slot: int) -> None:
+        self._numbers.give(self._lanes.pop(slot).number)
+        self._waiting.discard(slot)
 
     # ------------------------------------------------------------------ ending a round
 
     def _close_round(self) -> None:
         """When every member has handed in or left: average, and begin the next round from that."""
         busy = self._round.handing or self._round.merging is not None
-        if busy or not all(lane.waiting for lane in self._lanes.values()):
+        if busy or len(self._waiting) < len(self._lanes):
             return
         if len(self._round.parts) > 1:
             self._merge()
@@ -243,7 +266,7 @@ class Drafting:
     def _merge(self) -> None:
         parts, up = self._round.parts, self._trainers.up
         # one that waits in its slot rather than one beside a rollout server
-        slot = min((s for s in self._lanes if s in up), default=up[0] if up else None)
+        slot = min(filter(self._trainers.is_up, self._lanes), default=up[0] if up else None)
         if slot is None:
             self._tell("drafter_parts_lost", "drafter", "no trainer is left to combine a round: its best part is kept")
             self._adopt(max(parts, key=lambda part: part[1])[0])

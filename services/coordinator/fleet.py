@@ -64,9 +64,11 @@ class Fleet:
         self.drafter: Published | None = None
         self.forced: str | None = None
         self.on_lost: Callable[[int], None] = lambda slot: None
+        self.on_new: Callable[[int, int], None] = lambda slot, epoch: None  # a server that serves nothing yet is opened
         self.on_blobs_lost: Callable[[], None] = lambda: None  # weights that a server needs: publish them again
         self._served: list[ServedVersions | None] = [None for _ in servers]
         self._ready: set[int] = set()
+        self.touched: set[int] = set()  # slots whose readiness changed since whoever looks cleared it
         self._gone: set[int] = set()
 
     # ------------------------------------------------------------------ what others may ask
@@ -104,13 +106,13 @@ class Fleet:
     def open(self, slot: int) -> None:
         """Lease an IDLE slot to its server and bring it to the published versions."""
         lease = self._leases.change(slot, SlotState.ROLLOUT, self._leases[slot].epoch, self._clock())
-        self._ready.discard(slot)
+        self._unready(slot)
         pending = self.servers[slot].open_epoch(lease.epoch)
         self._post(slot, pending, lambda versions: self._adopted(slot, lease.epoch, versions))
 
     def release(self, slot: int) -> None:
         """The server has nothing left: its slot becomes IDLE."""
-        self._ready.discard(slot)
+        self._unready(slot)
         self._leases.change(slot, SlotState.IDLE, self._leases[slot].epoch, self._clock())
 
     def release_all(self) -> None:
@@ -198,7 +200,7 @@ class Fleet:
             return
         name = self.servers[slot].name
         self._calls.drop(name)
-        self._ready.discard(slot)
+        self._unready(slot)
         self._served[slot] = None
         self._leases.change(slot, SlotState.LOST, self._leases[slot].epoch, self._clock())
         self._tell("slot_lost", name, f"slot {slot} is lost: {reason}")
@@ -257,7 +259,7 @@ class Fleet:
 
     def _unloaded(self, slot: int, reason: str) -> None:
         self._calls.drop(self.servers[slot].name)
-        self._ready.discard(slot)
+        self._unready(slot)
         self._tell("weights_lost", self.servers[slot].name, reason)
 
     def _heard(self, slot: int, epoch: int) -> None:
@@ -270,6 +272,8 @@ class Fleet:
         client, last = self.servers[slot], self._served[slot]
         if last is not None and has != last:
             self._tell("server_restarted", client.name, f"it serves {_say(has)} where it had {_say(last)}")
+        if has.policy is None:
+            self.on_new(slot, epoch)
         loads: list[Pending[ServedVersions]] = []
         if self.policy is not None and has.policy != self.policy.version:
             loads.append(client.load_policy(self.policy.version, self.policy.blob if copy is None else copy, epoch))
@@ -314,6 +318,11 @@ class Fleet:
         self.check_versions(slot, versions)
         self._served[slot] = versions
         self._ready.add(slot)
+        self.touched.add(slot)
+
+    def _unready(self, slot: int) -> None:
+        self._ready.discard(slot)
+        self.touched.add(slot)
 
 
 def _say(versions: ServedVersions) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 
 from services.core.errors import StaleEpochError
 from services.core.types import SlotLease, SlotState
@@ -41,6 +42,10 @@ class LeaseBook:
         self._lease_s = lease_s
         self._on_change = on_change
         self._leases = [SlotLease(slot, S.IDLE, first_epoch, now + lease_s) for slot in range(num_slots)]
+        self._slots: dict[SlotState, set[int]] = {state: set() for state in S}
+        self._slots[S.IDLE].update(range(num_slots))
+        self._first_s = now + lease_s  # no held lease runs out before that: deadlines only move away
+        self.touched: set[int] = set()  # slots whose state changed since whoever looks cleared it
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -52,7 +57,10 @@ class LeaseBook:
         return self._leases[slot].state
 
     def in_state(self, *states: SlotState) -> list[int]:
-        return [lease.slot for lease in self._leases if lease.state in states]
+        return sorted(chain.from_iterable(self._slots[state] for state in frozenset(states)))
+
+    def count(self, *states: SlotState) -> int:
+        return sum(len(self._slots[state]) for state in frozenset(states))
 
     def change(self, slot: int, state: SlotState, epoch: int, now: float) -> SlotLease:
         """Move a slot on behalf of whoever knows its current `epoch`.
@@ -64,6 +72,9 @@ class LeaseBook:
         same_holder = before.state in SERVING and state in SERVING
         after = SlotLease(slot, state, before.epoch + (not same_holder), now + self._lease_s)
         self._leases[slot] = after
+        self._slots[before.state].discard(slot)
+        self._slots[state].add(slot)
+        self.touched.add(slot)
         if self._on_change is not None:
             self._on_change(before, after, now)
         return after
@@ -74,7 +85,13 @@ class LeaseBook:
 
     def expired(self, now: float) -> list[int]:
         """Held slots whose holder has been silent past its deadline."""
-        return [lease.slot for lease in self._leases if lease.state in HELD and now > lease.deadline_s]
+        if now <= self._first_s:
+            return []
+        held = [lease for lease in self._leases if lease.state in HELD]
+        late = [lease.slot for lease in held if now > lease.deadline_s]
+        # Those that are late are looked at again, until somebody takes their leases away.
+        self._first_s = min([now + self._lease_s, *(lease.deadline_s for lease in held)])
+        return late
 
     def _checked(self, slot: int, epoch: int) -> SlotLease:
         lease = self._leases[slot]

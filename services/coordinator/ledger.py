@@ -7,7 +7,7 @@ from a server in the middle is kept here until it is finished, so that it need n
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +21,13 @@ class FinishedGroup:
     group_id: str
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+
+
+_Key = tuple[str, tuple[int, ...]]  # of queued work: no index is queued twice
+
+
+def _key(work: GroupWork) -> _Key:
+    return work.group_id, work.indices
 
 
 @dataclass(slots=True)
@@ -40,7 +47,9 @@ class Ledger:
     def __init__(self, works: Sequence[GroupWork]) -> None:
         self._entries = {w.group_id: _Entry(w) for w in works}
         assert len(self._entries) == len(works), "group ids must be unique"
-        self._queue: deque[GroupWork] = deque(works)
+        self._queue: OrderedDict[_Key, GroupWork] = OrderedDict((_key(w), w) for w in works)
+        self._held: defaultdict[int, set[tuple[str, int]]] = defaultdict(set)  # slot -> what `outstanding` counts
+        self.touched: set[int] = set()  # slots whose part changed since whoever looks cleared it
         self._finished: deque[FinishedGroup] = deque()
         self._open_groups = len(works)
         self.total = sum(len(w.indices) for w in works)
@@ -50,7 +59,7 @@ class Ledger:
     @property
     def pending(self) -> tuple[GroupWork, ...]:
         """Work that no server has, oldest first."""
-        return tuple(self._queue)
+        return tuple(self._queue.values())
 
     @property
     def complete(self) -> bool:
@@ -58,18 +67,18 @@ class Ledger:
 
     def outstanding(self, slot: int) -> int:
         """Rollouts the slot's server has been given and not yet returned."""
-        return sum(1 for e in self._entries.values() for s in e.at.values() if s == slot)
+        return len(self._held[slot])
 
     def held(self, slot: int) -> frozenset[tuple[str, int]]:
         """(group id, index) of what `outstanding` counts."""
-        return frozenset((g, i) for g, e in self._entries.items() for i, s in e.at.items() if s == slot)
+        return frozenset(self._held[slot])
 
     def assign(self, work: GroupWork, slot: int) -> None:
-        self._queue.remove(work)
+        del self._queue[_key(work)]
         entry = self._entries[work.group_id]
         for index in work.indices:
             assert index not in entry.at and index not in entry.done, f"{work.group_id}#{index} is handed out twice"
-            entry.at[index] = slot
+            self._put(entry, index, slot)
 
     def work_of(self, rollout_id: str) -> GroupWork | None:
         """The whole group's work that the rollout is of; None when it is of another phase."""
@@ -92,7 +101,9 @@ class Ledger:
                 self._requeue(self._entries[group_id], indices)
             return []
         for group_id, indices in moved.items():
-            self._entries[group_id].at.update(dict.fromkeys(indices, destination))
+            for index in indices:
+                self._take(self._entries[group_id], index)
+                self._put(self._entries[group_id], index, destination)
         return [self._entries[group_id].part(indices) for group_id, indices in moved.items()]
 
     def record(self, rollout: Rollout, slot: int) -> bool:
@@ -108,7 +119,8 @@ class Ledger:
         if rollout.index not in entry.at:
             # It was given up for lost and queued again, yet here it is: keep it and take it out of the queue.
             self._unqueue(entry, rollout.index)
-        entry.at.pop(rollout.index, None)
+        else:
+            self._take(entry, rollout.index)
         entry.partials.pop(rollout.index, None)
         entry.done[rollout.index] = rollout
         self.recorded += 1
@@ -121,22 +133,11 @@ class Ledger:
     def lose(self, slot: int) -> int:
         """The slot's server is gone: queue its open indices again, first in line, with their seeds and what is kept
         of them. Returns how many."""
-        lost = 0
-        for entry in reversed(self._entries.values()):
-            indices = sorted(i for i, s in entry.at.items() if s == slot)
-            if indices:
-                self._requeue(entry, indices)
-                lost += len(indices)
-        return lost
+        return self._requeue_all(self._held[slot])
 
     def give_up(self, slot: int, held: frozenset[tuple[str, int]]) -> int:
         """The slot's server knows nothing of these: queue those again that are still its. Returns how many."""
-        lost: dict[str, list[int]] = {}
-        for group_id, index in sorted(held & self.held(slot)):
-            lost.setdefault(group_id, []).append(index)
-        for group_id, indices in lost.items():
-            self._requeue(self._entries[group_id], indices)
-        return sum(map(len, lost.values()))
+        return self._requeue_all(held & self._held[slot])
 
     def take_finished(self) -> list[FinishedGroup]:
         taken = list(self._finished)
@@ -146,24 +147,45 @@ class Ledger:
     def check_integrity(self) -> None:
         """Every index is in exactly one place: queued, at a server, or done; what is queued goes on where it was."""
         queued: dict[str, list[int]] = {}
-        for work in self._queue:
+        for work in self._queue.values():
             queued.setdefault(work.group_id, []).extend(work.indices)
             assert work == self._entries[work.group_id].part(work.indices), f"{work.group_id}: a partial is lost"
         for group_id, entry in self._entries.items():
             places = [*queued.get(group_id, ()), *entry.at, *entry.done]
             assert sorted(places) == sorted(entry.work.indices), f"{group_id}: {sorted(places)}"
             assert not entry.partials.keys() & entry.done.keys(), f"{group_id}: finished, yet in the middle"
+        held = {(g, i, s) for g, e in self._entries.items() for i, s in e.at.items()}
+        assert held == {(g, i, s) for s, part in self._held.items() for g, i in part}, "a slot's part is not its own"
+
+    def _put(self, entry: _Entry, index: int, slot: int) -> None:
+        entry.at[index] = slot
+        self._held[slot].add((entry.work.group_id, index))
+        self.touched.add(slot)
+
+    def _take(self, entry: _Entry, index: int) -> None:
+        slot = entry.at.pop(index)
+        self._held[slot].discard((entry.work.group_id, index))
+        self.touched.add(slot)
+
+    def _requeue_all(self, parts: Collection[tuple[str, int]]) -> int:
+        """First in line, the first group first. Returns how many rollouts."""
+        by_group: dict[str, list[int]] = {}
+        for group_id, index in sorted(parts, reverse=True):
+            by_group.setdefault(group_id, []).append(index)
+        for group_id, indices in by_group.items():
+            self._requeue(self._entries[group_id], indices)
+        return sum(map(len, by_group.values()))
 
     def _requeue(self, entry: _Entry, indices: Sequence[int]) -> None:
         for index in indices:
-            del entry.at[index]
-        self._queue.appendleft(entry.part(set(indices)))
+            self._take(entry, index)
+        work = entry.part(set(indices))
+        self._queue[_key(work)] = work
+        self._queue.move_to_end(_key(work), last=False)
 
     def _unqueue(self, entry: _Entry, index: int) -> None:
-        for place, work in enumerate(self._queue):
-            if work.group_id == entry.work.group_id and index in work.indices:
-                rest = set(work.indices) - {index}
-                del self._queue[place]
-                if rest:
-                    self._queue.insert(place, work.subset(rest))
-                return
+        group_id = entry.work.group_id
+        found = next(key for key in self._queue if key[0] == group_id and index in key[1])
+        rest = set(found[1]) - {index}
+        works = [w if _key(w) != found else w.subset(rest) for w in self._queue.values() if _key(w) != found or rest]
+        self._queue = OrderedDict((_key(w), w) for w in works)

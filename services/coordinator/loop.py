@@ -1,8 +1,9 @@
 """The algorithm. Everything else in Longtail serves these lines.
 
-    policy loop     prompts ─> generate ─> score ─> advantages ─> train_step ─> publish ─> load ─┐
-                       ^                                                                         │
-                       └─────────────────────────────────────────────────────────────────────────┘
+    policy loop     prompts ─> generate ─> score ─> chosen ─> advantages ─> train_step ─> publish ─> load ─┐
+                       ^          ^          │                                                             │
+                       │          └─ further ┘ prompts for groups without a signal (dynamic sampling)      │
+                       └───────────────────────────────────────────────────────────────────────────────────┘
 
     drafter loop    hidden states of train_step or generate ─> buffer ─> train in idle slots ─> publish ─> load
                     (already computed)                                   (inside generate)
@@ -11,7 +12,8 @@ Who waits for whom:
 
 - `generate` hands prompt groups to the rollout servers and yields each group when its last rollout is done. It ends
   when every group has all its rollouts, so the step waits for the longest response: the long tail.
-- `score` waits for nobody: reward workers run beside generation, and only `scored` waits for the last of them.
+- `score` waits for nobody: reward workers run beside generation, and only `further` waits for the last of them, since
+  their rewards decide whether a step draws further prompts. Mostly it does not.
 - While the tail is generated, slots with nothing left to generate train the drafter, as many as pays. Nobody waits for
   the drafter: training stops at the next micro-step when `generate` ends, or when work comes back to its slot.
 - `publish_drafter` waits for the verdict on rollouts that nobody trained on: only what is better than the served
@@ -41,13 +43,18 @@ class Verbs(Protocol):
 
     def safe_point(self) -> None: ...
 
-    def prompts(self, step: int) -> Sequence[Prompt]: ...
+    def prompts(self, step: int) -> Sequence[Prompt]:
+        """The step begins: these are its own."""
 
     def generate(self, step: int, prompts: Sequence[Prompt]) -> Iterator[FinishedGroup]: ...
 
     def score(self, group: FinishedGroup) -> None: ...
 
-    def scored(self) -> list[Group]: ...
+    def further(self) -> Sequence[Prompt]:
+        """What to generate for beside what is scored by now; mostly nothing."""
+
+    def chosen(self) -> Sequence[Group]:
+        """The groups of the step to train on, in their order."""
 
     def advantages(self, groups: Sequence[Group]) -> tuple[float, ...]: ...
 
@@ -79,9 +86,12 @@ def train(run: Verbs, steps: int, eval_every: int) -> None:
     evaluate(run.steps_done)
     for step in range(run.steps_done + 1, steps + 1):
         run.safe_point()
-        for finished in run.generate(step, run.prompts(step)):
-            run.score(finished)
-        groups = run.scored()
+        prompts = run.prompts(step)
+        while prompts:
+            for finished in run.generate(step, prompts):
+                run.score(finished)
+            prompts = run.further()
+        groups = run.chosen()
         rollouts = tuple(rollout for group in groups for rollout in group.rollouts)
         run.train_step(TrainBatch(step, rollouts, run.advantages(groups)))
         run.publish_policy()

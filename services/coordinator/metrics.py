@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from services.coordinator.dynamic_sampling import StepGroups
 from services.coordinator.stats import group_stats, mean, quantile
 from services.core.types import (
     AcceptanceEstimate,
@@ -18,11 +19,15 @@ from services.core.types import (
 
 @dataclass(slots=True)
 class StepFacts:
-    """Filled while a step runs. `seconds` by phase: rollout, reward, policy, publish."""
+    """Filled while a step runs. `seconds` by phase: rollout, reward, policy, publish. `groups`: all that were sampled,
+    of which `dropped_groups` were not trained on."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    slot_seconds: Mapping[SlotState, float] = field(default_factory=dict)
+    slot_seconds: dict[SlotState, float] = field(default_factory=dict)
     groups: Sequence[Group] = ()
+    dropped_groups: int = 0
+    sampling_rounds: int = 1
+    warnings: tuple[str, ...] = ()
     zero_variance_fraction: float = 0.0
     policy: PolicyStepReport | None = None
     drafter: Sequence[DrafterProgress] = ()
@@ -30,6 +35,17 @@ class StepFacts:
     energy_j: Mapping[str, float] | None = None
     predicted_gain: float | None = None
     achieved_gain: float | None = None
+
+    def add_slot_seconds(self, seconds: Mapping[SlotState, float]) -> None:
+        """Of one more window of the step."""
+        for state, spent in seconds.items():
+            self.slot_seconds[state] = self.slot_seconds.get(state, 0.0) + spent
+
+    def sampled(self, groups: StepGroups) -> None:
+        self.groups, self.sampling_rounds = groups.sampled, groups.rounds
+        self.dropped_groups = len(groups.sampled) - len(groups.chosen())
+        warning = groups.warning()
+        self.warnings = () if warning is None else (warning,)
 
 
 def step_metrics(step: int, at_s: float, facts: StepFacts, estimates: Mapping[str, AcceptanceEstimate]) -> StepMetrics:
@@ -73,8 +89,10 @@ def step_metrics(step: int, at_s: float, facts: StepFacts, estimates: Mapping[st
         publish_s=facts.seconds.get("publish", 0.0),
         idle_s=facts.slot_seconds.get(SlotState.IDLE, 0.0),
         drafting_s=facts.slot_seconds.get(SlotState.DRAFTING, 0.0),
-        warnings=policy.warnings,
+        warnings=(*facts.warnings, *policy.warnings),
         energy_j=facts.energy_j,
         predicted_gain=facts.predicted_gain,
         achieved_gain=facts.achieved_gain,
+        dropped_groups=facts.dropped_groups,
+        sampling_rounds=facts.sampling_rounds,
     )

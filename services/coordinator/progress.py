@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from services.core.protocols import Clock
 from services.core.types import AcceptanceStats, ControlState, ProgressView, RunEvent, ServerReport
@@ -32,8 +33,7 @@ class ProgressBoard:
         self._tokens = 0
         self._started_s = clock()
         self._next_s = 0.0
-        self._finished: list[AcceptanceStats] = []
-        self._running: dict[str, dict[str, AcceptanceStats]] = {}
+        self._acceptance = _Acceptance()
         self.phase = "starting"
         self._phase_at_s = now()
         self.step = 0
@@ -49,7 +49,7 @@ class ProgressBoard:
         self.phase, self.rollouts_total, self.rollouts_done = phase, rollouts_total, 0
         self._phase_at_s = self._now()
         self._tokens, self._started_s = 0, self._clock()
-        self._finished, self._running = [], {}
+        self._acceptance = _Acceptance()
         self.refresh(force=True)
 
     def enter(self, phase: str) -> None:
@@ -59,12 +59,11 @@ class ProgressBoard:
     def report(self, server: str, report: ServerReport) -> None:
         """Take one server report: tokens, and the acceptance of each request that runs or has finished."""
         self._tokens += report.new_tokens
-        self._running[server] = {r.rollout_id: r.acceptance for r in report.running}
-        self._finished.extend(r.acceptance for r in report.finished)
+        self._acceptance.report(server, report)
         self.refresh()
 
     def forget(self, server: str) -> None:
-        self._running.pop(server, None)
+        self._acceptance.forget(server)
 
     def event(self, event: RunEvent) -> None:
         self._events = [*self._events, event][-EVENTS_SHOWN:]
@@ -78,7 +77,6 @@ class ProgressBoard:
             self._publish(self.latest)
 
     def _view(self) -> ProgressView:
-        running = [a for per in self._running.values() for a in per.values()]
         elapsed = self._clock() - self._started_s
         return ProgressView(
             phase=self.phase,
@@ -86,9 +84,9 @@ class ProgressBoard:
             num_steps=self._num_steps,
             rollouts_done=self.rollouts_done,
             rollouts_total=self.rollouts_total,
-            rollouts_running=len(running),
+            rollouts_running=self._acceptance.num_running,
             tokens_per_s=self._tokens / elapsed if elapsed > 0 else 0.0,
-            acceptance_length=AcceptanceStats.merged([*self._finished, *running]).acceptance_length,
+            acceptance_length=self._acceptance.length,
             reward_mean=self.reward_mean,
             heldout_reward=self.heldout_reward,
             policy_version=self.policy_version,
@@ -99,3 +97,51 @@ class ProgressBoard:
             phase_at_s=self._phase_at_s,
             control=self._control(),
         )
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of requests: how many, their verify steps, and the tokens committed in these."""
+
+    requests: int = 0
+    verify_steps: int = 0
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, parts: Iterable[AcceptanceStats]) -> _Sums:
+        sums = cls()
+        for part in parts:
+            sums.requests += 1
+            sums.verify_steps += part.verify_steps
+            sums.tokens += part.verify_steps + part.num_accepted_tokens
+        return sums
+
+    def add(self, other: _Sums, times: int = 1) -> None:
+        self.requests += times * other.requests
+        self.verify_steps += times * other.verify_steps
+        self.tokens += times * other.tokens
+
+
+class _Acceptance:
+    """Of all requests of a phase, kept as sums: a report changes its own server's part only."""
+
+    def __init__(self) -> None:
+        self._all, self._running = _Sums(), dict[str, _Sums]()
+        self.num_running = 0
+
+    @property
+    def length(self) -> float | None:
+        return self._all.tokens / self._all.verify_steps if self._all.verify_steps else None
+
+    def report(self, server: str, report: ServerReport) -> None:
+        self.forget(server)
+        running = self._running[server] = _Sums.of(r.acceptance for r in report.running)
+        self._all.add(running)
+        self._all.add(_Sums.of(r.acceptance for r in report.finished))
+        self.num_running += running.requests
+
+    def forget(self, server: str) -> None:
+        running = self._running.pop(server, None)
+        if running is not None:
+            self._all.add(running, -1)
+            self.num_running -= running.requests

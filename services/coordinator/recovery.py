@@ -40,7 +40,7 @@ class Recovery:
         steps_done: int = self.ask(self.policy.steps_done())
         pending, kept_live, kept_served = self.policy.restored()
         note: CheckpointNote | None = self.ask(pending)
-        news = None if note is None else self.checkpoints.go_on(note)
+        news = None if note is None else self.checkpoints.go_on(note, steps_done)
         served = self.parts.fleet.survey()
         drafters = self._drafters(note, kept_live, kept_served)
         kept_version = note.drafter_version or 0 if note else 0

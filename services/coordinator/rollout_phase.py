@@ -61,6 +61,7 @@ class RolloutPhase:
         self._max_running = max_running
         self._timeout_s = call_timeout_s
         self._ledger = Ledger([])
+        self._seen: list[SlotView] = []
         self._advancing: dict[int, frozenset[tuple[str, int]]] = {}  # slot: what its server had when it was asked
         self._states_step: int | None = None
         # slots whose server was asked for its states in this phase, and those that have not answered yet
@@ -79,6 +80,7 @@ class RolloutPhase:
         Raises ServiceLostError when no server is left.
         """
         ledger = self._ledger = Ledger(works)
+        self._seen = [self._view(slot) for slot in range(len(self._leases))]
         self._tail.begin(ledger)
         self._states_step, self._collected = states_step, set()
         self._fleet.renew_ready()
@@ -103,16 +105,22 @@ class RolloutPhase:
     # ------------------------------------------------------------------ what the scheduler decided
 
     def _views(self) -> list[SlotView]:
-        return [
-            SlotView(
-                slot=slot,
-                state=self._leases.state(slot),
-                outstanding=self._ledger.outstanding(slot),
-                serves=self._fleet.ready(slot),
-                can_draft=slot in self._trainers.up,
-            )
-            for slot in range(len(self._leases))
-        ]
+        """Of all slots; only those are looked at again that something happened to since the last call, because there
+        may be thousands and each answer leads here."""
+        for part in (self._leases, self._ledger, self._fleet, self._trainers):
+            for slot in part.touched:
+                self._seen[slot] = self._view(slot)
+            part.touched.clear()
+        return self._seen
+
+    def _view(self, slot: int) -> SlotView:
+        return SlotView(
+            slot=slot,
+            state=self._leases.state(slot),
+            outstanding=self._ledger.outstanding(slot),
+            serves=self._fleet.ready(slot),
+            can_draft=self._trainers.is_up(slot),
+        )
 
     def _give_out(self) -> None:
         pending = self._ledger.pending
@@ -173,16 +181,16 @@ class RolloutPhase:
 
     def _consolidate(self, drafters: int) -> None:
         """Free servers in the tail while the drafter could train in more slots than are free or train already."""
-        taken = len(self._leases.in_state(SlotState.IDLE, SlotState.DRAFTING))
+        taken = self._leases.count(SlotState.IDLE, SlotState.DRAFTING)
         if self._trainers.newest is not None and drafters > taken:
-            self._tail.consider(drafters - taken, lambda slot: slot in self._trainers.up)
+            self._tail.consider(drafters - taken, self._trainers.is_up)
 
     # ------------------------------------------------------------------ one outstanding `advance` per server with work
 
     def _advance(self) -> None:
-        for slot in self._leases.in_state(SlotState.ROLLOUT, SlotState.DRAINING):
-            if slot not in self._advancing and self._fleet.ready(slot) and self._ledger.outstanding(slot):
-                self._advance_one(slot)
+        for view in self._views():
+            if view.serves and view.outstanding and view.slot not in self._advancing:
+                self._advance_one(view.slot)
 
     def _advance_one(self, slot: int) -> None:
         client, epoch = self._fleet.client(slot), self._leases[slot].epoch

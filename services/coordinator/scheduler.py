@@ -5,6 +5,7 @@ Two questions are answered here: which server gets which prompt group, and which
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,13 +55,14 @@ def _left_over(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_runn
 
 
 def _place(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running: int) -> list[Assignment]:
-    load = {v.slot: v.outstanding for v in slots if v.state in ACCEPTS_WORK}
+    loads = [(v.outstanding, v.slot) for v in slots if v.state in ACCEPTS_WORK]
+    heapq.heapify(loads)  # least loaded first, of those alike the lowest slot
     placed: list[Assignment] = []
     for work in pending:
-        slot = min(load, key=lambda s: (load[s], s), default=None)
-        if slot is None or load[slot] + len(work.indices) > max_running:
+        if not loads or loads[0][0] + len(work.indices) > max_running:
             break
-        load[slot] += len(work.indices)
+        load, slot = loads[0]
+        heapq.heapreplace(loads, (load + len(work.indices), slot))
         placed.append(Assignment(slot, work))
     return placed
 

@@ -40,6 +40,8 @@ class Trainers:
         self._buffer_bytes = buffer_bytes
         self._states_added = states_added
         self._up = set(range(len(self.clients)))
+        self._sorted: list[int] | None = None  # `_up`, until it changes
+        self.touched: set[int] = set()  # slots whose trainer came or went since whoever looks cleared it
         self._pids: dict[int, int] = {}
         self._chunks: deque[tuple[HiddenStateChunk, Blob]] = deque()
         self._head: Published | None = None
@@ -48,7 +50,12 @@ class Trainers:
     @property
     def up(self) -> list[int]:
         """Slots whose trainer is alive as far as anybody knows."""
-        return sorted(self._up)
+        if self._sorted is None:
+            self._sorted = sorted(self._up)
+        return list(self._sorted)
+
+    def is_up(self, slot: int) -> bool:
+        return slot in self._up
 
     @property
     def newest(self) -> Blob | None:
@@ -155,6 +162,7 @@ class Trainers:
         name = self.clients[slot].name
         self._calls.drop(name)
         self._up.discard(slot)
+        self._changed(slot)
         self._tell("drafter_lost", name, f"drafter trainer of slot {slot} is lost: {reason}")
         self.on_lost(slot, reason)
         self._probe(slot, self._clock() + self._patience.restart_s)
@@ -175,12 +183,17 @@ class Trainers:
 
         ask()
 
+    def _changed(self, slot: int) -> None:
+        self._sorted = None
+        self.touched.add(slot)
+
     def _remember(self, slot: int) -> Callable[[int], None]:
         return lambda process_id: self._pids.update({slot: process_id})
 
     def _returned(self, slot: int, process_id: int) -> None:
         trainer = self.clients[slot]
         self._up.add(slot)
+        self._changed(slot)
         self._pids[slot] = process_id
         self._tell("drafter_returned", trainer.name, f"drafter trainer of slot {slot} is back, process {process_id}")
         if self._head is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from services.core.types import GroupWork, Prompt, SamplingParams
 
@@ -22,8 +23,9 @@ def make_work(
     sampling: SamplingParams,
     run_seed: int,
     keep_states: bool = False,
+    first: int = 0,
 ) -> list[GroupWork]:
-    """One GroupWork per prompt; group ids are `<label>/<position>`."""
+    """One GroupWork per prompt; group ids are `<label>/<position>`, positions count from `first`."""
     indices = tuple(range(group_size))
     return [
         GroupWork(
@@ -34,7 +36,7 @@ def make_work(
             sampling=sampling,
             keep_states=keep_states,
         )
-        for position, prompt in enumerate(prompts)
+        for position, prompt in enumerate(prompts, first)
     ]
 
 
@@ -43,17 +45,17 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256("\n".join(prompt.id for prompt in prompts).encode()).hexdigest()[:16]
 
 
+def in_passes(prompts: Sequence[Prompt], start: int, key: str) -> Iterator[Prompt]:
+    """Passes over all prompts without end, from place `start` on; each pass in an own order, which `key` decides."""
+    assert prompts and start >= 0
+    this_pass, offset = divmod(start, len(prompts))
+    while True:
+        order = list(range(len(prompts)))
+        random.Random(f"{key}/{this_pass}").shuffle(order)
+        yield from (prompts[i] for i in order[offset:])
+        this_pass, offset = this_pass + 1, 0
+
+
 def prompts_of_step(prompts: Sequence[Prompt], step: int, per_step: int, seed: int) -> list[Prompt]:
     """The prompts of 1-based `step`: passes over all prompts, each pass in its own shuffled order."""
-    assert prompts and step >= 1
-    chosen: list[Prompt] = []
-    order: list[int] = []
-    shuffled_pass = -1
-    for place in range((step - 1) * per_step, step * per_step):
-        this_pass, offset = divmod(place, len(prompts))
-        if this_pass != shuffled_pass:
-            order = list(range(len(prompts)))
-            random.Random(f"{seed}/{this_pass}").shuffle(order)
-            shuffled_pass = this_pass
-        chosen.append(prompts[order[offset]])
-    return chosen
+    return list(islice(in_passes(prompts, (step - 1) * per_step, str(seed)), per_step))

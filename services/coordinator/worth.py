@@ -9,12 +9,14 @@ now and then one step of training asks again. tlt.md section 7 and the paper tra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from services.config.drafter import DrafterTraining
 from services.core.types import AcceptanceStats, Rollout
 
+_PLAIN = ("_idle_gains", "_rested", "_gain", "_dropped", "resting")  # attributes of a state
 LEVEL_SHARE = 0.3  # of the newest step in a bucket's level
 
 
@@ -89,6 +91,16 @@ class Worth:
         if pays:
             return f"training the drafter pays again: it added {self._gain:.1%} to the held-out acceptance length"
         return f"training the drafter again: acceptance dropped {self._dropped:.1%} below its recent level"
+
+    def state(self) -> dict[str, Any]:
+        """All that it knows, as plain values."""
+        return {"levels": sorted(self._drift.levels.items()), **{name: getattr(self, name) for name in _PLAIN}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` said."""
+        self._drift.levels = dict(state["levels"])
+        for name in _PLAIN:
+            setattr(self, name, state[name])
 
     @property
     def _drifts(self) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from services.core.selector import SelectorState
 from services.core.types import HiddenStateChunk
 
 MANIFEST = "manifest.json"
@@ -31,7 +32,8 @@ class CheckpointPlan:
 @dataclass(frozen=True, slots=True)
 class DataPosition:
     """`fingerprint` of the training prompts in their order; `since`: the last step that took prompts of another set.
-    Which prompts a step takes follows from its number, so this is all there is of a cursor."""
+    Which prompts a step takes follows from its number, those of dynamic sampling included, so this is all there is of
+    a cursor."""
 
     fingerprint: str
     since: int = 0
@@ -41,13 +43,17 @@ class DataPosition:
 class CheckpointNote:
     """What a checkpoint keeps beside the tensors. `step`: the last one trained on. `drafter_version`: of the drafter
     served, None without one; `drafter_ahead`: the one that trains has learned more. `buffer`: the chunks that
-    the drafter trainers had to learn from (their data is not kept)."""
+    the drafter trainers had to learn from. Their data is not kept: it is the hidden states of policies that are gone,
+    a hundred times the size of a checkpoint, and the next step brings as much of the policy that is there. `selectors`:
+    what each slot's has learned; `worth`: what is known about whether training the drafter pays."""
 
     step: int
     drafter_version: int | None
     data: DataPosition
     drafter_ahead: bool = False
     buffer: tuple[HiddenStateChunk, ...] = ()
+    selectors: tuple[SelectorState | None, ...] = ()
+    worth: Mapping[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -56,6 +62,8 @@ class CheckpointNote:
             "data": asdict(self.data),
             "drafter_ahead": self.drafter_ahead,
             "buffer": [asdict(chunk) for chunk in self.buffer],
+            "selectors": [None if state is None else asdict(state) for state in self.selectors],
+            "worth": self.worth,
         }
 
 
@@ -67,6 +75,8 @@ def read_note(row: Mapping[str, Any]) -> CheckpointNote:
         data=DataPosition(**row["data"]),
         drafter_ahead=row["drafter_ahead"],
         buffer=tuple(HiddenStateChunk(**chunk) for chunk in row["buffer"]),
+        selectors=tuple(None if state is None else SelectorState(**state) for state in row["selectors"]),
+        worth=row["worth"],
     )
 
 
@@ -81,6 +91,12 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(place: Path) -> int:
-    match = _NAME.fullmatch(place.name)
-    assert match is not None, f"{place} is no checkpoint"
-    return int(match[1])
+    step = step_number(place.name)
+    assert step is not None, f"{place} is no checkpoint"
+    return step
+
+
+def step_number(name: str) -> int | None:
+    """None for what is no checkpoint folder's name."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])

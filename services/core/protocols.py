@@ -12,6 +12,7 @@ from typing import Any, NewType, Protocol, TypeVar
 
 from services.core.checkpoints import CheckpointNote
 from services.core.gain import ExpectedGain, Workload
+from services.core.selector import SelectorState
 from services.core.types import (
     AcceptanceEstimate,
     DrafterProgress,
@@ -83,6 +84,14 @@ class RolloutClient(Protocol):
     def predict_gain(self, work: Workload) -> Pending[ExpectedGain | None]:
         """What drafting is expected to gain on these rollouts, by what the server knows of costs and acceptance; None
         when its selector decides without such models. Needs no lease."""
+
+    def selector_state(self) -> Pending[SelectorState | None]:
+        """What the strategy selector has learned; None of one that learns nothing, and of a server that serves nothing
+        yet. Needs no lease."""
+
+    def restore_selector(self, state: SelectorState, epoch: int) -> Pending[bool]:
+        """Let the selector of a new process go on from there; False when the state does not fit it. Before the first
+        load, which would have it measure its costs."""
 
     def process_id(self) -> Pending[int]: ...
 

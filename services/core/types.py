@@ -305,7 +305,8 @@ class RunEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One line of `metrics.jsonl`. Seconds are wall clock; idle and drafting seconds are summed over slots."""
+    """One line of `metrics.jsonl`. Seconds are wall clock; idle and drafting seconds are summed over slots. Groups,
+    rollouts and their rewards are all that were sampled, in `sampling_rounds`; `dropped_groups` were not trained on."""
 
     step: int
     at_s: float
@@ -346,6 +347,8 @@ class StepMetrics:
     energy_j: Mapping[str, float] | None = None  # joules of the step's GPUs by role; None: not measured
     predicted_gain: float | None = None  # how many times as long its rounds would take with OFF, predicted before it
     achieved_gain: float | None = None  # the same, of the rounds as they came
+    dropped_groups: int = 0
+    sampling_rounds: int = 1
 
 
 @dataclass(frozen=True, slots=True)

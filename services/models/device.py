@@ -19,6 +19,10 @@ def pick_device(word: str) -> torch.device:
     return torch.device("cuda")
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def pick_dtype(word: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[word]
 

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.core.errors import DataError
-from services.models.rope import inverse_frequencies
+from services.models.rope import check_rope, inverse_frequencies
 
 # (q [B,Q,N,D], kv [B,Q,2,M,D]) -> attention output [B,Q,N,D]; the caller owns the key/value store and the mask.
 Attend = Callable[[Tensor, Tensor], Tensor]
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
+QWEN3_HEAD_DIM = 128  # of a config.json that names none, as in transformers
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,12 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
         raise DataError(f"model_type {kind!r} is not supported by the native engine: use one of {', '.join(SUPPORTED)}")
     if config.get("hidden_act", "silu") != "silu" or config.get("mlp_bias") or config.get("use_sliding_window"):
         raise DataError(f"{kind} with another activation than silu, mlp_bias or a sliding window is not supported")
+    if set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise DataError(
+            f"{kind} with layer_types {sorted(set(config['layer_types']))} is not supported: full_attention is"
+        )
+    rope = _rope_parameters(config)
+    check_rope(rope)
     heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
     return ModelSpec(
         model_type=str(kind),
@@ -63,13 +70,13 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
         num_layers=int(config["num_hidden_layers"]),
         num_heads=heads,
         num_kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
+        head_dim=int(config.get("head_dim") or (QWEN3_HEAD_DIM if kind == "qwen3" else hidden // heads)),
         vocab_size=int(config["vocab_size"]),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
         qk_norm=kind == "qwen3",
-        rope=_rope_parameters(config),
+        rope=rope,
         max_positions=int(config.get("max_position_embeddings", 2048)),
     )
 

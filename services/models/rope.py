@@ -11,19 +11,37 @@ from torch import Tensor
 
 from services.core.errors import DataError
 
+_NEEDED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def check_rope(rope: Mapping[str, Any]) -> None:
+    """DataError for a scaling that is not supported, or lacks a number: with other frequencies than it was trained
+    with, a model is wrong at every position, and nothing else would tell."""
+    kind = rope["rope_type"]
+    if kind not in _NEEDED:
+        raise DataError(f"rope_type {kind!r} is not supported: {', '.join(_NEEDED)} are")
+    missing = [name for name in _NEEDED[kind] if name not in rope]
+    if missing:
+        raise DataError(
+            f"rope_type {kind!r} in config.json lacks {', '.join(missing)}: take the model's own config.json"
+        )
+    if float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise DataError("partial_rotary_factor other than 1 is not supported: take a model that rotates whole heads")
+
 
 def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor:
     """Radians per position for each pair of dimensions, [head_dim / 2], float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     base = 1.0 / float(rope["rope_theta"]) ** exponents
+    check_rope(rope)
     kind = rope["rope_type"]
-    if kind == "default":
-        return base
     if kind == "linear":
         return base / float(rope["factor"])
-    if kind == "llama3":
-        return _llama3(base, rope)
-    raise DataError(f"rope_type {kind!r} is not supported: default, linear and llama3 are")
+    return _llama3(base, rope) if kind == "llama3" else base
 
 
 def _llama3(base: Tensor, rope: Mapping[str, Any]) -> Tensor:

@@ -25,7 +25,7 @@ from services.models.layers import ModelSpec
 from services.policy.trainer import PolicyTrainer
 from services.weights.checkpoint import CheckpointKind, Snapshot, damaged, read_manifest, read_state
 
-FORMAT = 1
+FORMAT = 2
 KIND = CheckpointKind("run", "run.dir")
 POLICY, OPTIMIZER, LIVE, SERVED = "policy", "optimizer", "drafter/live", "drafter/served"
 

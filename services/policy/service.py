@@ -109,11 +109,16 @@ class PolicyService:
 
 
 def load_policy_model(path: str, device: torch.device) -> PreTrainedModel:
-    """transformers' own class in float32: AdamW's small updates would vanish in bfloat16 weights."""
+    """transformers' own class in float32: AdamW's small updates would vanish in bfloat16 weights.
+
+    The padding token's embedding learns like any other: it may be the end of sequence as well, which prompts hold, and
+    torch would leave out the gradient through its use as an input.
+    """
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         model_dir(path), dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
     )
     model.config.use_cache = False
+    model.get_input_embeddings().padding_idx = None
     torch.nn.Module.to(model, device)  # moves in place
     return model
 

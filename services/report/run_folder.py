@@ -115,6 +115,7 @@ class RunFolder:
         self._rollouts.mkdir(exist_ok=True)
         write_atomic(self.path / "config.yaml", dump_config(config))
         self._rewards: dict[int, float] = {}
+        self.held: int | None = None  # a checkpoint that somebody reads: it stays
         self._metrics = _LineFile(self.path / METRICS)
         self._events = _LineFile(self.path / EVENTS)
         self._spans = _LineFile(self.path / SPANS)
@@ -232,10 +233,13 @@ class RunFolder:
 
     def _prune(self, recorded: int) -> None:
         """Take away the checkpoints that are not needed any more."""
-        keep_last, keep_best = self._config.keep_last, self._config.keep_best
-        steps = [step_of(place) for place in whole_checkpoints(self.checkpoints)]
-        for step in superseded(steps, recorded, self._rewards, keep_last, keep_best):
-            shutil.rmtree(step_folder(self.checkpoints, step))
+        for step in self.superseded([step_of(place) for place in whole_checkpoints(self.checkpoints)], recorded):
+            if step != self.held:
+                shutil.rmtree(step_folder(self.checkpoints, step))
+
+    def superseded(self, steps: Sequence[int], recorded: int) -> list[int]:
+        """Which of these checkpoints are not needed any more."""
+        return superseded(steps, recorded, dict(self._rewards), self._config.keep_last, self._config.keep_best)
 
 
 def _make_folder(path: Path, may_exist: bool) -> None:

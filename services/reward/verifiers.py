@@ -74,6 +74,7 @@ def task(prompt: Prompt, rollout: Rollout, *, marker: str, params: Mapping[str, 
 def math(prompt: Prompt, rollout: Rollout, *, marker: str) -> Reward:
     r"""1 when math-verify finds the answer equal to the prompt's: the last \boxed{}, else what follows the marker.
 
+    An answer behind a marker may end with its line.
     With marker "" and no box, math-verify looks for the answer in the whole response itself.
     """
     boxed, answer = _math_answer(rollout, marker)
@@ -82,8 +83,15 @@ def math(prompt: Prompt, rollout: Rollout, *, marker: str) -> Reward:
     gold = _expressions(prompt.answer)
     if all(isinstance(found, str) for found in gold):
         raise ValueError(f"math-verify cannot read the reference answer {prompt.answer!r}")
-    exact_span = boxed is not None or marker != ""
-    return _graded(_equal(gold, _expressions(answer) if exact_span else _parse(answer)))
+    if boxed is None and not marker:
+        return _graded(_equal(gold, _parse(answer)))
+    return _graded(_equal(gold, _expressions(answer if boxed is not None else _own_lines(answer))))
+
+
+def _own_lines(answer: str) -> str:
+    """Of what follows a marker: behind its line comes talk, in which no number counts; but a matrix has several."""
+    line = answer.partition("\n")[0]
+    return answer if "\\begin{" in line else line
 
 
 def found_answer(config: RewardConfig, rollout: Rollout) -> str | None:

@@ -121,7 +121,8 @@ def _dummies(running: int, context: int, limits: Limits) -> GroupWork:
 
 
 class Calibration:
-    """Runs once, as soon as the engine has all the weights that the strategies need."""
+    """Runs once, as soon as the engine has all the weights that the strategies need; not for a selector that brought
+    its measured costs along."""
 
     def __init__(
         self, selector: Adaptive, strategies: Sequence[DraftStrategy], limits: Limits, clock: Clock, budget_s: float
@@ -134,7 +135,8 @@ class Calibration:
         """Call it after a load. While requests run it waits for another time."""
         served = engine.versions
         drafts = any(s.drafter in NETWORK for s in self._strategies)
-        if self.done or served.policy is None or (drafts and served.drafter is None) or engine.num_running:
+        missing = served.policy is None or (drafts and served.drafter is None)
+        if self.done or self._selector.measured or missing or engine.num_running:
             return
         self.done = True
         points = measure_costs(engine, self._strategies, self._limits, self._clock, self._budget_s)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from services.core.selector import SelectorState
 from services.core.types import GroupWork, Rollout, RunningRequest, ServedVersions, StrategySpan
 from services.rollout.request import Withdrawn
 from services.speculation.gain import Predicts
@@ -33,6 +34,12 @@ class RolloutEngine(Protocol):
     @property
     def models(self) -> Predicts | None:
         """What its selector knows of costs and acceptance; None of one that decides without, or decides elsewhere."""
+
+    def selector_state(self) -> SelectorState | None:
+        """What its selector has learned; None of one that learns nothing."""
+
+    def restore_selector(self, state: SelectorState) -> bool:
+        """Let the selector go on from there; False when that is of another selector, or of another device or model."""
 
     def running(self) -> tuple[RunningRequest, ...]: ...
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from services.core.errors import RequestError, WeightError
 from services.core.protocols import Clock
+from services.core.selector import SelectorState
 from services.core.types import FinishReason, GroupWork, Rollout, RunningRequest, ServedVersions, StrategySpan
 from services.models.sampling import SamplingTensors, check_sampling, sampling_tensors, uniforms
 from services.models.target import TargetModel, check_names, target_names
@@ -30,7 +31,7 @@ from services.rollout.stopwatch import Stopwatch
 from services.speculation.drafting import Draft
 from services.speculation.gain import Predicts
 from services.speculation.round import Choice, RoundOutcome, RoundView
-from services.speculation.selector import Selector
+from services.speculation.selector import Selector, restore_selector, selector_state
 from services.speculation.strategy import OFF, DraftStrategy
 from services.speculation.suffix_index import SuffixIndex
 from services.speculation.verify import Verified, count_tries, verify_chain, verify_tree
@@ -39,7 +40,8 @@ from services.weights.parts import Incoming
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`max_running` rows of `max_len` tokens; `max_nodes` is the largest num_draft_tokens of any strategy."""
+    """`max_running` rows of `max_len` tokens; `max_nodes` is the largest num_draft_tokens of any strategy. `place`: in
+    words, what this engine's seconds depend on: device, number format, model."""
 
     max_running: int
     max_len: int
@@ -47,6 +49,7 @@ class EngineOptions:
     accept_threshold: float = 1.0
     suffix_index: SuffixIndex | None = None
     server: str = "rollout-0"
+    place: str = ""
 
     @property
     def spare_columns(self) -> int:
@@ -190,6 +193,12 @@ class NativeEngine:
     @property
     def models(self) -> Predicts | None:
         return self._selector if isinstance(self._selector, Predicts) else None
+
+    def selector_state(self) -> SelectorState | None:
+        return selector_state(self._selector, self._options.place)
+
+    def restore_selector(self, state: SelectorState) -> bool:
+        return restore_selector(self._selector, state, self._options.place)
 
     def take_spans(self) -> tuple[StrategySpan, ...]:
         return self._choices.take()

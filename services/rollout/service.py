@@ -15,6 +15,7 @@ from services.config.speculation import AdaptiveSelector
 from services.core.errors import ConfigError, StaleEpochError
 from services.core.gain import ExpectedGain, Workload
 from services.core.protocols import Clock
+from services.core.selector import SelectorState
 from services.core.types import (
     GroupWork,
     HiddenStateChunk,
@@ -24,7 +25,7 @@ from services.core.types import (
     ServedVersions,
     ServerReport,
 )
-from services.models.device import pick_device, pick_dtype
+from services.models.device import device_name, pick_device, pick_dtype
 from services.models.files import model_dir, read_config
 from services.models.hidden import HiddenStates
 from services.models.layers import model_spec
@@ -185,6 +186,16 @@ class RolloutService:
         able = [s for s in self._strategies.values() if ready or s.drafter not in NETWORK]
         return predict(work, able, models.costs, models.acceptance).gain
 
+    def selector_state(self) -> SelectorState | None:
+        """What the selector has learned; None of one that learns nothing, or has not begun: a process that serves
+        nothing yet is about to be told what it knew."""
+        return None if self._engine.versions.policy is None else self._engine.selector_state()
+
+    def restore_selector(self, state: SelectorState, epoch: int) -> bool:
+        """Let it go on from there, before the first load; False when the state does not fit."""
+        self._check(epoch)
+        return self._engine.restore_selector(state)
+
     def _check(self, epoch: int) -> None:
         if epoch != self._epoch:
             raise StaleEpochError(f"message of epoch {epoch} at a server in epoch {self._epoch}: renew the lease")
@@ -206,6 +217,7 @@ def _native_engine(
     """The engine, and what it has to do behind a load of weights."""
     torch.set_num_threads(engine.threads)
     needs_index = any(s.searched for s in config.speculation.strategies)
+    spec, device = model_spec(read_config(model_dir(config.model.path))), pick_device(config.model.device)
     options = EngineOptions(
         max_running=engine.max_running,
         max_len=engine.max_len,
@@ -213,8 +225,8 @@ def _native_engine(
         accept_threshold=config.speculation.accept_threshold if config.speculation.acceptance == "threshold" else 1.0,
         suffix_index=SuffixIndex(config.speculation.suffix_max_tokens) if needs_index else None,
         server=f"rollout-{slot}",
+        place=f"native on {device_name(device)}, {config.model.dtype}, {model_dir(config.model.path).name}",
     )
-    spec, device = model_spec(read_config(model_dir(config.model.path))), pick_device(config.model.device)
     target = TargetModel(spec, options.max_len + options.spare_columns, device, pick_dtype(config.model.dtype))
     selector = make_selector(config.speculation, random.Random(f"{config.run.seed}/selector/{slot}"))
     built = NativeEngine(target, options, selector, load_tokenizer(config.model.path).decode, clock)

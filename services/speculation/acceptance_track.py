@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 PRIOR_MEAN, PRIOR_WEIGHT = 0.6, 2.0  # of a position that nothing is known about
 NEXT_POSITION = 0.95  # conditional acceptance falls slowly along a draft (fig. 16 of the TLT paper: 0.96 -> 0.7)
@@ -50,6 +51,14 @@ class Counts:
                 self.accepted[k] *= most / seen
                 self.opportunities[k] = most
 
+    def state(self) -> list[list[float]]:
+        return [list(self.accepted), list(self.opportunities)]
+
+    @classmethod
+    def of(cls, state: Sequence[Sequence[float]]) -> Counts:
+        accepted, opportunities = state
+        return cls(list(accepted), list(opportunities))
+
 
 class Track:
     """The acceptance of one kind of draft. Its rates are conditional: of position k among those that got there."""
@@ -85,6 +94,22 @@ class Track:
         """What the first position's rate rests on."""
         return self._long.opportunities[0] if self._long.opportunities else 0.0
 
+    def state(self) -> dict[str, Any]:
+        """All that it knows, as plain values."""
+        return {
+            "long": self._long.state(),
+            "quick": self._quick.state(),
+            "round": self._round,
+            "first": self._first,
+        }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Track:
+        track = cls()
+        track._long, track._quick = Counts.of(state["long"]), Counts.of(state["quick"])
+        track._round, track._first = state["round"], state["first"]
+        return track
+
     def doubtful_copy(self) -> Track:
         other = Track()
         other._long = Counts(list(self._long.accepted), list(self._long.opportunities))
@@ -96,7 +121,9 @@ class Track:
         """Means and standard deviations of the first `depth` positions, each of which starts from the one before."""
         key = (self._seen, now // _SAME_ROUNDS)
         if self._known_for != key or len(self._known[0]) < depth:
-            self._known_for, self._known = key, self._posterior(now, depth, None, PRIOR_WEIGHT)
+            # As of the first of those rounds: what is known then does not depend on when it was asked for first.
+            since = now - now % _SAME_ROUNDS
+            self._known_for, self._known = key, self._posterior(since, depth, None, PRIOR_WEIGHT)
         return self._known[0][:depth], self._known[1][:depth]
 
     def rates(self, now: int, prior: Sequence[float], weight: float) -> tuple[list[float], list[float]]:

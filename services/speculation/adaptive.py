@@ -15,8 +15,9 @@ for requests that are about to end.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from services.config.speculation import AdaptiveSelector
 from services.speculation.cost import CostModel, batch_bucket
@@ -33,6 +34,7 @@ CHECK_GAP = 6  # rounds between two checks
 REFERENCE_GAP = 256
 _CREDIT, _MOST_CREDIT = 4.0, 8.0  # rounds whose time is there for checks at first and with a new drafter; at most
 _WASTED = 0.5  # of catching up for a check: if the strategy pays, it had to be done anyway
+_PLAIN = ("round", "drafter_version", "chosen_at", "checked_at", "credit_s", "news")  # attributes of a state
 _PATIENCE = 0.2  # how fast they grow; with 0 a single request now and then ran 8 to 10 % below the oracle
 _SECONDS_BESIDE = 1.0  # standard deviations of a round's time beside its mean that count as plausible
 
@@ -70,6 +72,7 @@ class Adaptive:
         self._checked_at = -CHECK_GAP
         self._credit_s, self._news = 0.0, True
         self._used: dict[str, int] = {}
+        self.measured = False  # whether its costs are an engine's own
 
     @classmethod
     def configured(cls, config: AdaptiveSelector) -> Adaptive:
@@ -78,7 +81,38 @@ class Adaptive:
 
     def calibrate(self, points: Sequence[CostPoint]) -> None:
         """Start from the engine's own measured rounds."""
-        self.costs = CostModel.fit(points)
+        self.costs, self.measured = CostModel.fit(points), True
+
+    def state(self) -> dict[str, Any]:
+        """All that it knows and where its checks are, as plain values."""
+        choice = self._choice
+        stands = None if choice is None else [choice.strategy.name, choice.reason, choice.expected, choice.expected_off]
+        return {
+            "kind": "adaptive",
+            "costs": self.costs.state(),
+            "acceptance": self.acceptance.state(),
+            "life": self._life.state(),
+            "choice": stands,
+            "held": None if self._held is None else self._held.name,
+            "chosen_for": list(self._chosen_for),
+            "used": dict(self._used),
+            **{name: getattr(self, f"_{name}") for name in _PLAIN},
+            "measured": self.measured,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. A strategy that is not configured any more is forgotten."""
+        assert state["kind"] == "adaptive"
+        named = {s.name: s for s in self._strategies}
+        self.costs, self.acceptance = CostModel.of(state["costs"]), AcceptanceModel.of(state["acceptance"])
+        self._life, self._held = Lifetime.of(state["life"]), named.get(state["held"])
+        name, *rest = state["choice"] or [None]
+        self._choice = Choice(named[name], *rest) if name in named else None
+        running, version = state["chosen_for"]
+        self._chosen_for, self._used = (running, version), dict(state["used"])
+        for plain in _PLAIN:
+            setattr(self, f"_{plain}", state[plain])
+        self.measured = state["measured"]
 
     def choose(self, view: RoundView) -> Choice:
         self._round += 1

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from statistics import median
+from typing import Any
 
 from services.config.speculation import BucketSelector
 from services.speculation.round import Choice, RoundOutcome, RoundView
@@ -58,6 +60,27 @@ class BucketedEpsilonGreedy:
             length = self._usual_length(name)
         reward = length * running / max(outcome.seconds.total, 1e-9)
         self._rewards[name, batch_group(running)].append(reward)
+
+    def state(self) -> dict[str, Any]:
+        """Its windows and its random numbers, as plain values."""
+        version, internal, spare = self._rng.getstate()
+        return {
+            "kind": "bucketed",
+            "rewards": [[*key, list(window)] for key, window in self._rewards.items()],
+            "lengths": {name: list(window) for name, window in self._lengths.items()},
+            "median_length": dict(self._median_length),
+            "random": [version, list(internal), spare],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        assert state["kind"] == "bucketed"
+        for name, group, window in state["rewards"]:
+            self._rewards[name, group].extend(window)
+        for name, window in state["lengths"].items():
+            self._lengths[name].extend(window)
+        self._median_length = dict(state["median_length"])
+        version, internal, spare = state["random"]
+        self._rng.setstate((version, tuple(internal), spare))
 
     def _usual_length(self, name: str) -> float:
         if name not in self._median_length or self._rng.random() < _REFRESH:

@@ -8,8 +8,9 @@ not been seen takes over part of everybody's factor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from services.speculation.cost_table import CostLine, CostPoint, CostTable
 from services.speculation.round import RoundOutcome, RoundView, StageSeconds
@@ -64,12 +65,32 @@ class CostModel:
         return cls(CostTable.fit(points))
 
     def to_json(self) -> str:
-        """Its table; what rounds taught it belongs to the process that ran them."""
+        """Its table, to be read by people and by `from_json`."""
         return self.table.to_json()
 
     @classmethod
     def from_json(cls, text: str) -> CostModel:
         return cls(CostTable.from_json(text))
+
+    def state(self) -> dict[str, Any]:
+        """The table and what rounds taught, as plain values."""
+        return {
+            "table": self.table.state(),
+            "shared": self._shared,
+            "buckets": [[*key, *astuple(factor)] for key, factor in self._buckets.items()],
+            "strategies": [[name, *astuple(factor)] for name, factor in self._strategies.items()],
+            "common": list(astuple(self._common)),
+            "extend": list(astuple(self._extend)),
+        }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> CostModel:
+        model = cls(CostTable.of(state["table"]))
+        model._shared = state["shared"]
+        model._buckets = {(name, bucket): _Factor(*rest) for name, bucket, *rest in state["buckets"]}
+        model._strategies = {name: _Factor(*rest) for name, *rest in state["strategies"]}
+        model._common, model._extend = _Factor(*state["common"]), _Factor(*state["extend"])
+        return model
 
     def seconds(self, strategy: DraftStrategy, view: RoundView) -> StageSeconds:
         """Expected wall seconds of a round with `strategy`, stage by stage."""

@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from services.core.errors import DataError
 from services.speculation.least_squares import nonnegative
@@ -117,17 +118,25 @@ class CostTable:
         return cls({name: 0.01 * part for name, part in parts.items()}, (0.0,), 0.5)
 
     def to_json(self) -> str:
-        return json.dumps({"format": _FORMAT, **asdict(self)})
+        return json.dumps(self.state())
+
+    def state(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"format": _FORMAT, **asdict(self), "knots": list(self.knots)}
 
     @classmethod
     def from_json(cls, text: str) -> CostTable:
         """Raises DataError when it was not written by `to_json`."""
         try:
-            tree = json.loads(text)
-            assert tree["format"] == _FORMAT
-            return cls({str(k): float(v) for k, v in tree["terms"].items()}, tuple(tree["knots"]), tree["spread"])
+            return cls.of(json.loads(text))
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise DataError("not a cost table of this version: measure again with `longtail bench costs`") from error
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> CostTable:
+        """Of what `state` said."""
+        assert tree["format"] == _FORMAT
+        return cls({str(k): float(v) for k, v in tree["terms"].items()}, tuple(tree["knots"]), tree["spread"])
 
 
 def quantities(

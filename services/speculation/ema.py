@@ -9,7 +9,8 @@ by. It knows nothing of time. Left out: `ceiling_coeff`, which is 0 by default, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from services.config.speculation import DepthSlot, EmaSelector
 from services.speculation.round import Choice, RoundOutcome, RoundView
@@ -36,6 +37,15 @@ class _Slot:
         since = self._rounds - rule.warmup_rounds
         if since > 0 and since % rule.update_interval == 0:
             self._move()
+
+    def state(self) -> list[float]:
+        return [self.depth, self._mean, self._rounds]
+
+    def restore(self, state: Sequence[float]) -> None:
+        """A depth that is not configured any more leaves the slot where it is."""
+        depth, mean, rounds = state
+        if depth in self._depths:
+            self._at, self._mean, self._rounds = self._depths.index(int(depth)), mean, int(rounds)
 
     def _move(self) -> None:
         if self.depth == 0:
@@ -69,6 +79,17 @@ class Ema:
         slot = self._slot(outcome.view.running)
         if outcome.strategy == self._chains[slot.depth]:  # not a forced one
             slot.update(sum(outcome.accepted) / outcome.view.running)
+
+    def state(self) -> dict[str, Any]:
+        slots = [[start, slot.state()] for start, slot in zip(self._starts, self._slots, strict=True)]
+        return {"kind": "ema", "slots": slots}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        assert state["kind"] == "ema"
+        known = dict(state["slots"])
+        for start, slot in zip(self._starts, self._slots, strict=True):
+            if start in known:
+                slot.restore(known[start])
 
     def _slot(self, running: int) -> _Slot:
         return self._slots[max(i for i, start in enumerate(self._starts) if start <= running)]

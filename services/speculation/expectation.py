@@ -8,8 +8,10 @@ apart, as are temperatures.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from services.speculation.acceptance_track import PRIOR_WEIGHT, Track
 from services.speculation.budget import expected_accepted
@@ -102,6 +104,20 @@ class AcceptanceModel:
         for (drafter, *_), track in self._tracks.items():
             if drafter in NETWORK:
                 track.doubt()
+
+    def state(self) -> dict[str, Any]:
+        """All that it knows, as plain values."""
+        tracks = [[*key, track.state()] for key, track in self._tracks.items()]
+        return {"round": self._round, "tracks": tracks}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> AcceptanceModel:
+        model = cls()
+        model._round = state["round"]
+        for *key, track in state["tracks"]:
+            drafter, sampled, temperature, kind = key
+            model._tracks[drafter, sampled, temperature, kind] = Track.of(track)
+        return model
 
     def _tell_chain(self, outcome: RoundOutcome) -> None:
         """A tree's accepted drafts, by the share of them that a chain would have had too."""

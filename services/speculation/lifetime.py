@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from services.speculation.round import RoundOutcome
 
 _PRIOR_TOKENS = 256.0  # per request that ended, before any did
@@ -15,6 +17,16 @@ class Lifetime:
 
     def __init__(self) -> None:
         self._tokens, self._ends, self._running = _PRIOR_TOKENS, 1.0, 0
+
+    def state(self) -> list[float]:
+        return [self._tokens, self._ends, self._running]
+
+    @classmethod
+    def of(cls, state: Sequence[float]) -> Lifetime:
+        life = cls()
+        life._tokens, life._ends = state[0], state[1]
+        life._running = int(state[2])
+        return life
 
     @property
     def tokens(self) -> float:

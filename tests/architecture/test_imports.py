@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIGHT = ("services.core", "services.config", "services.coordinator", "services.report", "services.energy")
+LIGHT = (
+    "services.core",
+    "services.config",
+    "services.coordinator",
+    "services.report",
+    "services.energy",
+    "services.simulator",
+)
 
 
 def modules_under(package: str) -> list[str]:

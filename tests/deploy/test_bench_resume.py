@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -80,3 +81,6 @@ def test_another_token_is_a_difference_and_a_missing_rollout_is_lost(runs: Path)
     assert bench_resume._lost(runs / KILLED, config) == 2, "one is missing, one is there twice"
     file.unlink()
     assert bench_resume._lost(runs / KILLED, config) == 2
+    row = {"kind": "step", "step": 1, "num_rollouts": 6, "sampling_rounds": 2}
+    (runs / KILLED / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert bench_resume._lost(runs / KILLED, config) == 6 and bench_resume._rounds(runs / KILLED) == [2]

@@ -6,8 +6,9 @@ import random
 import pytest
 
 from deploy.bench_selector import STRATEGIES, TABLES
-from deploy.replay import BUMP, Law, Prices, Replay, Step, position_rates, read_costs
+from deploy.replay import BUMP, Prices, Replay, Step, read_costs
 from deploy.replay_traces import LONGEST, TRACES, law, long_tailed
+from services.simulator.law import Law, position_rates
 from services.speculation.expectation import committed
 from services.speculation.round import RoundOutcome, RoundView
 from services.speculation.strategy import OFF, DraftStrategy

@@ -13,14 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from deploy.cli_shared import training_config
 from deploy.cli_train import train
 from deploy.local import run_local
 from deploy.resuming import start_of
+from deploy.uploading import uploading
 from services.config.schema import ClusterConfig
 from services.core.checkpoints import CheckpointPlan, step_of, whole_checkpoints
 from services.core.errors import ConfigError, DataError, NothingTrainedError, StopRequested
 from services.core.types import ProgressView
 from services.policy.service import build_policy_service
+from services.report.remote import RemoteRun
 from services.report.run_folder import RunFolder
 from services.weights.checkpoint import STATE_FILE
 from tests.deploy.tiny_run import make_model_folder, tiny_run
@@ -111,6 +114,31 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(model: Path, whole: 
     assert min(times) >= 0 and times[: len(events)] == sorted(times[: len(events)]), "the run's clock went back"
     starts = json.loads((path / "run.json").read_text())["starts"]
     assert [s["after_step"] for s in starts] == [0, 0, 2]
+
+
+def test_a_run_whose_machine_is_gone_goes_on_from_its_url(model: Path, whole: Path, tmp_path: Path) -> None:
+    """The folder is lost in the middle of step 3; another machine has the URL and nothing else."""
+    url = f"file://{tmp_path}/store"
+    config = config_of(model, tmp_path / "first", "broken", run={"checkpoint_url": url})
+    folder = Stopped(config)
+    folder.at = 3
+    start = start_of(config, folder)
+    with pytest.raises(StopRequested), uploading(config, folder, start, print):
+        run_local(config, folder, start=start)
+    shutil.rmtree(tmp_path / "first")
+
+    train(training_config(None, [], tmp_path / "second", f"{url}/broken"), quiet=True)
+    path = tmp_path / "second" / "broken"
+    assert rollouts(path) == rollouts(whole)
+    mine, other = last_state(path), last_state(whole)
+    assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
+    assert [s["after_step"] for s in json.loads((path / "run.json").read_text())["starts"]] == [0, 2]
+    assert RemoteRun(url, "broken").steps()[-1] == STEPS
+
+    retried = config_of(model, tmp_path / "third", "broken", run={"checkpoint_url": url, "steps": STEPS + 1})
+    train(retried, quiet=True)  # the first machine's command, as a job's retry has it
+    assert rollouts(tmp_path / "third" / "broken")[: STEPS * 16] == rollouts(whole)
+    assert RemoteRun(url, "broken").steps()[-1] == STEPS + 1
 
 
 def test_a_run_that_trained_nothing_does_not_end_well(model: Path, tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ EVENTS = (
     "drafter_returned", "drafter_gone", "drafter_parts_lost", "drafter_published", "drafter_kept", "drafter_useless",
     "drafter_rests", "drafter_trains", "states_dropped", "tail_moved", "rollouts_missing", "policy_lost", "reward_lost",
     "coordinator_returned", "run_resumed", "prompts_changed", "transfer_failed", "energy_missing", "energy_reset",
-    "weights_lost", "drafter_salvaged", "paused", "resumed", "strategy_forced", "checkpoint", OTHER,
+    "weights_lost", "drafter_salvaged", "paused", "resumed", "strategy_forced", "checkpoint", "selector_restored",
+    OTHER,
 )  # fmt: skip
 
 OCTAVES = (1, 2, 3, 5, 9, 17, 33, 65)
@@ -80,6 +81,7 @@ class LabelValues:
             "weights": ("policy", "drafter"),
             "place": ("memory", "disk"),
             "cause": CAUSES,
+            "fate": ("trained", "dropped"),
         }
         self._extra: Mapping[tuple[str, ...], tuple[Series, ...]] = {
             ("slot", "role"): tuple((holder, holder) for holder in HOLDERS)

@@ -100,6 +100,8 @@ class RunMetrics:
         for part in PARTS:
             v.inc("longtail_step_part_seconds_total", max(0.0, getattr(metrics, f"{part}_s")), part)
         v.inc("longtail_reward_errors_total", metrics.reward_errors)
+        v.inc("longtail_groups_total", metrics.num_groups - metrics.dropped_groups, "trained")
+        v.inc("longtail_groups_total", metrics.dropped_groups, "dropped")
         for role, joules in (metrics.energy_j or {}).items():
             v.inc("longtail_energy_joules_total", max(0.0, joules), role)
         for name, value in _step_gauges(metrics).items():
@@ -280,6 +282,7 @@ def _step_gauges(metrics: StepMetrics) -> dict[str, float | None]:
         "reward_mean": metrics.reward_mean,
         "correct_fraction": metrics.correct_fraction,
         "zero_variance_fraction": metrics.zero_variance_fraction,
+        "sampling_rounds": metrics.sampling_rounds,
         "policy_loss": metrics.policy_loss,
         "kl": metrics.kl,
         "entropy": metrics.entropy,

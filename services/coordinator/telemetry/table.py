@@ -99,6 +99,8 @@ POLICY = (
     _gauge("heldout_reward", "Mean reward of the last held-out evaluation."),
     _counter("reward_errors", "Rollouts whose verifier failed."),
     _gauge("zero_variance_fraction", "Share of the last step's groups without a signal."),
+    _counter("groups", "Groups of recorded steps: trained on, or dropped by dynamic sampling.", ("fate",)),
+    _gauge("sampling_rounds", "Rounds that sampled the last step's groups; 1 without dynamic sampling."),
     _gauge("policy_loss", "Policy loss of the last step."),
     _gauge("kl", "KL of the last step, nats per token."),
     _gauge("entropy", "Entropy of the policy in the last step, nats per token."),

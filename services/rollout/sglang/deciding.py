@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from services.core.selector import SelectorState
 from services.core.types import StrategySpan
 from services.rollout.choices import FORCED, ChoiceLog
 from services.rollout.sglang.graphs import CapturedGraphs, GraphPool, offered
 from services.speculation.round import Choice, RoundOutcome, RoundView, StageSeconds
-from services.speculation.selector import Selector
+from services.speculation.selector import Selector, restore_selector, selector_state
 from services.speculation.strategy import DraftStrategy
 
 
@@ -87,6 +88,12 @@ class Decider:
         seconds = StageSeconds(0.0, 0.0, 0.0, rest=now_s - began_s)
         self._selector.record(RoundOutcome(launched.choice.strategy, launched.view, tokens, seconds, tried, kept))
         self._log.note(launched.choice, launched.view.running, tokens, began_s, now_s)
+
+    def selector_state(self, place: str) -> SelectorState | None:
+        return selector_state(self._selector, place)
+
+    def restore_selector(self, state: SelectorState, place: str) -> bool:
+        return restore_selector(self._selector, state, place)
 
     def take_spans(self) -> tuple[StrategySpan, ...]:
         """Those since the last call, on this machine's monotonic clock."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from services.core.errors import ConfigError, RequestError, TransferError, WeightError
 from services.core.protocols import Clock
+from services.core.selector import SelectorState
 from services.core.types import (
     AcceptanceStats,
     FinishReason,
@@ -109,6 +110,12 @@ class SGLangEngine:
     @property
     def models(self) -> Predicts | None:
         return None
+
+    def selector_state(self) -> SelectorState | None:
+        return self._handle.selector_state() if len(self._strategies) > 1 else None
+
+    def restore_selector(self, state: SelectorState) -> bool:
+        return len(self._strategies) > 1 and self._handle.restore_selector(state)
 
     def take_spans(self) -> tuple[StrategySpan, ...]:
         """What SGLang chose; asked for now and then while it runs, and when it has come to rest."""

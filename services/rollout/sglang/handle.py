@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from services.core.selector import SelectorState
 from services.core.types import SamplingParams, ServedVersions, StrategySpan
 from services.rollout.sglang.captured import CapturedStates
 from services.weights.parts import Incoming
@@ -79,6 +80,12 @@ class EngineHandle(Protocol):
 
     def take_spans(self) -> tuple[StrategySpan, ...]:
         """What the selector chose since the last call, on this machine's monotonic clock."""
+
+    def selector_state(self) -> SelectorState | None:
+        """What the selector has learned; None of an engine that keeps its strategy."""
+
+    def restore_selector(self, state: SelectorState) -> bool:
+        """Let the selector go on from there; False when that does not fit it."""
 
     def served(self) -> ServedVersions:
         """Asked of the engine's own models, not remembered."""

@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import asdict
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from services.core.errors import BatchError, ConfigError, WaitTimeoutError, WeightError
+from services.core.selector import SelectorState
 from services.core.types import SamplingParams, ServedVersions, StrategySpan
 from services.rollout.sglang.arguments import sampling_arguments
 from services.rollout.sglang.capture import KEEP
@@ -30,9 +32,11 @@ from services.rollout.sglang.plugin import (
     FORCE_DEPTH,
     HISTOGRAM_KEY,
     PLUGIN_NAME,
+    RESTORE_LEARNED,
     STATE_KEY,
     TAKE_SPANS,
     TAKE_STATES,
+    TELL_LEARNED,
 )
 from services.rollout.sglang.switching import FREE
 from services.weights.parts import Incoming, NamedTensors
@@ -209,6 +213,19 @@ class SGLangHandle:
         if not answer.success:
             raise BatchError(f"{self._server}: SGLang could not tell which strategies ran: {answer.message}")
         return tuple(StrategySpan(**span) for span in json.loads(answer.message))
+
+    def selector_state(self) -> SelectorState | None:
+        told = self._learned(TELL_LEARNED, "what its selector has learned")
+        return None if told is None else SelectorState(**told)
+
+    def restore_selector(self, state: SelectorState) -> bool:
+        return bool(self._learned(RESTORE_LEARNED, "restoring its selector", state=json.dumps(asdict(state))))
+
+    def _learned(self, method: str, what: str, **parameters: str) -> Any:
+        answer = self._call_scheduler(method, what, **parameters)
+        if not answer.success:
+            raise BatchError(f"{self._server}: SGLang refused {what}: {answer.message}; see its log")
+        return json.loads(answer.message)
 
     def graphs(self) -> tuple[CapturedGraphs, ...]:
         """What the graphs of each depth took; empty without a drafter."""

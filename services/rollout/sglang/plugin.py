@@ -17,13 +17,23 @@ from services.core.errors import ConfigError, WeightError
 from services.rollout.sglang.capture import KEEP, StateCapture
 from services.rollout.sglang.handle import Kind
 from services.rollout.sglang.loader import load_part, parse_order, served_version
-from services.rollout.sglang.switching import AFTER, AROUND, BEFORE, force_depth, take_spans, told_state
+from services.rollout.sglang.switching import (
+    AFTER,
+    AROUND,
+    BEFORE,
+    force_depth,
+    restore_learned,
+    take_spans,
+    tell_learned,
+    told_state,
+)
 
 PLUGIN_GROUP, PLUGIN_NAME = "sglang.srt.plugins", "longtail"
 STATE_KEY = "longtail"
 # Calls of the scheduler.
 CAPTURE_STATES, TAKE_STATES = "longtail_capture_states", "longtail_take_states"
 FORCE_DEPTH, TAKE_SPANS = "longtail_force_depth", "longtail_take_spans"
+TELL_LEARNED, RESTORE_LEARNED = "longtail_tell_learned", "longtail_restore_learned"
 CAPTURE = "longtail_capture"  # attribute of SGLang's draft worker
 HISTOGRAM_KEY = "spec_correct_drafts_histogram"  # SGLang's own name in meta_info
 
@@ -130,6 +140,7 @@ def _answer_rpc(original: Callable[..., Any], scheduler: Any, request: Any) -> A
     ours: dict[str, Callable[..., str | None]] = {
         CAPTURE_STATES: _capture_states, TAKE_STATES: _take_states,
         FORCE_DEPTH: force_depth, TAKE_SPANS: take_spans,
+        TELL_LEARNED: tell_learned, RESTORE_LEARNED: restore_learned,
     }  # fmt: skip
     if request.method not in ours:
         return original(scheduler, request)

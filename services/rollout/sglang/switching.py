@@ -28,6 +28,8 @@ from typing import Any
 import torch
 
 from services.core.errors import ConfigError
+from services.core.selector import SelectorState
+from services.models.device import device_name, pick_device
 from services.rollout.sglang.deciding import Decider, LaunchedRound
 from services.rollout.sglang.graphs import CapturedGraphs
 from services.rollout.sglang.loader import served_version
@@ -66,6 +68,7 @@ class Switch:
         self.order, self.every = order, list(every)
         self._worker, self._group = worker, worker.target_worker.model_runner.tp_group
         self._leads = worker.ps.tp_rank == 0
+        self.place = f"sglang on {device_name(pick_device('auto'))}"
         self.captured: dict[int, CapturedGraphs] = {}
         self._mark = time.monotonic(), _free_bytes()
         selector = make_selector(order.config, Random(order.seed))
@@ -344,3 +347,17 @@ def take_spans(scheduler: Any) -> str:
     """As JSON; empty for an engine that keeps its strategy."""
     switch = switch_of(scheduler.draft_worker)
     return json.dumps([asdict(s) for s in switch.decider.take_spans()] if switch else [])
+
+
+def tell_learned(scheduler: Any) -> str:
+    """What the selector has learned, as JSON; null for an engine that keeps its strategy."""
+    switch = switch_of(scheduler.draft_worker)
+    state = switch.decider.selector_state(switch.place) if switch else None
+    return json.dumps(None if state is None else asdict(state))
+
+
+def restore_learned(scheduler: Any, state: str) -> str:
+    """Whether the selector goes on from there, as JSON."""
+    switch = switch_of(scheduler.draft_worker)
+    fits = switch is not None and switch.decider.restore_selector(SelectorState(**json.loads(state)), switch.place)
+    return json.dumps(fits)

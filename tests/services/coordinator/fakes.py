@@ -9,6 +9,7 @@ from typing import Any
 
 from services.core.errors import BatchError, BlobLostError, StaleEpochError, TransferError
 from services.core.gain import ExpectedGain, Workload
+from services.core.selector import SelectorState
 from services.core.types import (
     AcceptanceEstimate,
     AcceptanceStats,
@@ -68,6 +69,8 @@ class FakeRollout:
     prefill: int = 0
     predicts: bool = True
     predicted: list[Workload] = field(default_factory=list)
+    rounds: int = 0  # what its selector has learned
+    restored: list[Any] = field(default_factory=list)
 
     def open_epoch(self, epoch: int) -> ServedVersions:
         if epoch < self.epoch:
@@ -111,6 +114,7 @@ class FakeRollout:
         self._check(epoch)
         start, done, tokens, rounds, steps, first = self.clock(), [], 0, 0, 0, len(self.requests)
         prefill, self.prefill = self.prefill, 0
+        self.rounds += 1
         self.clock.now += 1e-5 * prefill
         while self.requests and self.clock() - start < budget_s:
             self.clock.now += self.token_s
@@ -165,6 +169,20 @@ class FakeRollout:
         """Three quarters of the time for each token, so 4/3 whatever the lengths."""
         self.predicted.append(work)
         return ExpectedGain(0.75 * sum(work.lengths), float(sum(work.lengths))) if self.predicts else None
+
+    def selector_state(self) -> SelectorState | None:
+        return (
+            None if self.policy is None else SelectorState(f"slot {self.slot}", {"kind": "fake", "rounds": self.rounds})
+        )
+
+    def restore_selector(self, state: SelectorState, epoch: int) -> bool:
+        self._check(epoch)
+        assert self.policy is None and self.drafter is None, "it would have measured its costs with the first load"
+        self.restored.append(state)
+        if state.place != f"slot {self.slot}":
+            return False
+        self.rounds = state.learned["rounds"]
+        return True
 
     def _rollout(self, w: Any, index: int, seed: int, length: int, _: int) -> Rollout:
         ids = tuple(seed % 97 + i for i in range(length))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,3 +80,18 @@ def test_always_and_never_ask_nobody() -> None:
     for worth, slots in ((always, 3), (never, 0)):
         worth.step([], 0.0)
         assert worth.slots(3) == slots
+
+
+@given(st.lists(st.tuples(st.sampled_from([None, 0.0, 0.02]), st.integers(0, 100)), max_size=20), st.integers(0, 20))
+def test_what_is_known_goes_on_elsewhere(told: list[tuple[float | None, int]], cut: int) -> None:
+    """As from a checkpoint: through JSON, in another process."""
+    kept, moved = Worth(AUTO), Worth(AUTO)
+    for worth in (kept, moved):
+        for gain, accepted in told[:cut]:
+            worth.step([rollout(9, accepted)], gain)
+    other = Worth(AUTO)
+    other.restore(json.loads(json.dumps(moved.state())))
+    assert other.slots(4) == kept.slots(4)
+    for gain, accepted in told[cut:]:
+        assert other.step([rollout(9, accepted)], gain) == kept.step([rollout(9, accepted)], gain)
+        assert (other.resting, other.slots(4)) == (kept.resting, kept.slots(4))

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core import types
-from services.core.types import AcceptanceStats, FinishReason, Group, GroupWork, Prompt, Reward, Rollout, SamplingParams
+from services.core.types import (
+    AcceptanceStats,
+    FinishReason,
+    Group,
+    GroupWork,
+    PartialRollout,
+    Prompt,
+    Reward,
+    Rollout,
+    SamplingParams,
+)
 
 PROMPT = Prompt("p", "1 + 1=", (1, 2, 3), "2", "chain_sum")
 
@@ -88,3 +98,17 @@ def test_every_record_is_frozen() -> None:
     records = [kind for kind in vars(types).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
     assert len(records) > 15
     assert all(kind.__dataclass_params__.frozen for kind in records)  # type: ignore[attr-defined]
+
+
+@given(st.integers(0, 9), st.integers(0, 9))
+def test_a_half_done_response_has_a_logprob_for_each_of_its_tokens(tokens: int, logprobs: int) -> None:
+    """Row 50: what is cut in the middle and continued must not come with less than it has tokens; the trainer's mask is
+    made of the response alone."""
+    parts = ("g", 0, tuple(range(tokens)), (-0.5,) * logprobs, (0, 1), (0,), AcceptanceStats(), 0.0)
+    if tokens == logprobs:
+        assert PartialRollout(*parts).response_ids == dataclasses.replace(rollout(0, tokens)).response_ids
+        return
+    with pytest.raises(AssertionError, match="one logprob per emitted token"):
+        PartialRollout(*parts)
+    with pytest.raises(AssertionError, match="one logprob per emitted token"):
+        dataclasses.replace(rollout(0, tokens), rollout_logprobs=(-0.5,) * logprobs)

@@ -123,6 +123,15 @@ def test_zero_variance_keep_feels_kl_and_fills_the_denominator(make_model, rollo
     assert kept.zero_variance_fraction == skipped.zero_variance_fraction == 0.5
 
 
+def test_responses_that_were_continued_elsewhere_are_trained_on_whole(make_model, rollouts) -> None:
+    """Row 50, with off-policy masking on: every token has its place in the mask, whoever generated it."""
+    moved = [replace(r, policy_versions=(0, 1), drafter_versions=(0, 2)) for r in rollouts]
+    correction = {"mode": "mask", "level": "sequence", "low": 0.0, "high": 1e9}
+    found = [trainer(make_model(), correction=correction).train_step(batch(some)).report for some in (rollouts, moved)]
+    assert found[1].num_tokens == sum(r for _, r in LENGTHS)
+    assert (found[0].loss, found[0].grad_norm) == (found[1].loss, found[1].grad_norm)
+
+
 @pytest.mark.parametrize("spoil", ["abort", "nan"])
 def test_nothing_left_to_train_on(make_model, make_rollout, spoil) -> None:
     """Row 45: every rollout unusable: loss 0, no NaN, a warning, the policy untouched."""

@@ -91,10 +91,50 @@ def test_task_parameters_reach_the_scorer(pair):
         ("(1, 2)", "#(1, 2)", True),
         ("1,000", "#1000", True),
         (r"\{1, 2\}", r"\boxed{\{2, 1\}}", True),
+        ("12", "\\boxed{\n12\n}", True),
     ],
 )
 def test_math_reads_the_last_box(verifiers, pair, answer, text, correct):
     assert verifiers["math"](*pair(answer, text)).correct is correct
+
+
+TALK = "This is why it must be so: the 7 apples were eaten by 300 people, or more. " * 5
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "correct"),
+    [
+        ("42", "#### 42", True),
+        ("42", "####42", True),
+        ("42", "#### 42.0", True),
+        ("42", "#### 42%", True),
+        ("1234", "#### $1,234", True),
+        ("42", f"#### 42\n{TALK}", True),
+        ("42", f"{TALK}#### 42\n\n{TALK}", True),
+        ("7", f"#### 42\n{TALK}", False),
+        ("300", f"#### 42\n{TALK}", False),
+        ("-3", "#### -3", True),
+        ("3", "#### -3", False),
+        ("-3", "#### 3", False),
+        ("42", "<think> #### 42", False),
+        ("42", f"<think> {TALK} #### 42\n{TALK}", False),
+        ("42", "<think> #### 7 </think> #### 42", True),
+        (r"\frac{1}{2}", "#### \\frac{1}{2}\nso a half", True),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", "#### \\begin{pmatrix}\n1\\\\\n2\\end{pmatrix}", True),
+        ("42", "####", False),
+    ],
+)
+def test_math_reads_answers_as_gsm8k_writes_them(pair, answer, text, correct):
+    """Rows 59, 61 and 62: whatever is said behind it, however far; with its sign, and not out of a thought."""
+    verify = make_verifier(RewardConfig(verifier="math", answer_marker="####"), {})
+    assert verify(*pair(answer, text)).correct is correct
+
+
+@pytest.mark.parametrize("verifier", ["task", "math", "exact"])
+@pytest.mark.parametrize("text", ["<think>#42", "<think>a</think><think>#42", "a <think> b #42 \\boxed{42}"])
+def test_an_unfinished_thought_is_no_answer(verifiers, pair, verifier, text):
+    """Row 59, for every verifier that looks for an answer."""
+    assert verifiers[verifier](*pair("42", text)) == WRONG
 
 
 def test_math_searches_the_whole_response_without_a_marker(pair):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from services.config.schema import ClusterConfig, DataConfig, ModelConfig, Nativ
 from services.config.speculation import AdaptiveSelector, FixedSelector, SpeculationConfig, StrategyConfig
 from services.core.errors import ConfigError, RequestError, StaleEpochError, WeightError
 from services.core.gain import Workload
+from services.core.selector import SelectorState
 from services.core.types import SamplingParams, ServedVersions
 from services.models.tokenizer import character_tokenizer
 from services.rollout.service import RolloutService, build_rollout_service
@@ -274,3 +275,32 @@ def test_a_server_that_calibrated_predicts_and_tells_only_rounds_of_work(folder:
 
 def test_a_selector_without_models_predicts_nothing(service: RolloutService) -> None:
     assert service.predict_gain(Workload((12, 3), 2, 4.0, 4, 1.0)) is None
+    assert service.selector_state() is None, "it learns nothing either"
+
+
+def test_a_new_process_goes_on_with_the_selector_of_the_one_before_and_does_not_calibrate(folder: Path) -> None:
+    base = config(folder)
+    adaptive = AdaptiveSelector(strategies=(EAGLE,), calibrate_s=0.2)
+    settings = base.model_copy(update={"speculation": base.speculation.model_copy(update={"selector": adaptive})})
+    first, second, other = (build_rollout_service(settings, slot) for slot in (0, 0, 1))
+    assert first.open_epoch(1) is not None and first.selector_state() is None, "it has not begun"
+    loaded(first)
+    first.submit([group((1, 2, 3), 2, SamplingParams(max_tokens=30))], 1)
+    first.advance(60.0, 1)
+    state = first.selector_state()
+    assert state is not None and state.learned["measured"] and state.place.startswith("native on cpu, float32")
+    second.open_epoch(1)
+    assert second.restore_selector(SelectorState(**json.loads(json.dumps(asdict(state)))), 1)
+    loaded(second)
+    assert second.selector_state() == SelectorState(**json.loads(json.dumps(asdict(state)))), "it measured again"
+    with pytest.raises(StaleEpochError):
+        second.restore_selector(state, 0)
+    other.open_epoch(1)
+    assert not other.restore_selector(replace(state, place="native on another card"), 1)
+    loaded(other)
+    assert other.selector_state() != state
+
+
+def loaded(built: RolloutService) -> None:
+    built.load_policy(0, tensors_of(MODEL), 1)
+    built.load_drafter(0, random_drafter(spec_of(MODEL)), 1)

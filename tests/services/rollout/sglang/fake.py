@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.core.errors import ConfigError, ServiceLostError, WaitTimeoutError, WeightError
+from services.core.selector import SelectorState
 from services.core.types import FinishReason, GroupWork, Prompt, SamplingParams, ServedVersions, StrategySpan
 from services.models.drafter import DrafterMethod
 from services.models.eagle import Eagle
@@ -228,6 +229,14 @@ class FakeHandle:
     def force_depth(self, depth: int | None) -> None:
         self._alive()
         self._forced = None if depth is None else self._switching[depth]
+
+    def selector_state(self) -> SelectorState | None:
+        self._alive()
+        return self.native.selector_state()
+
+    def restore_selector(self, state: SelectorState) -> bool:
+        self._alive()
+        return self.native.restore_selector(state)
 
     def take_spans(self) -> tuple[StrategySpan, ...]:
         self._alive()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from services.core.errors import BatchError, ConfigError, TransferError, WaitTimeoutError, WeightError
+from services.core.selector import SelectorState
 from services.core.types import FinishReason, SamplingParams, ServedVersions, StrategySpan
 from services.models.eagle import Eagle
 from services.models.target import target_names
@@ -443,6 +444,7 @@ class Switched:
 
     def __init__(self) -> None:
         span = StrategySpan(1.0, 2.0, "eagle_3_1_4", "pays", 3, 0.9, 12, 30, 4, 4, 2.5, 3.0)
+        self.place = ""
         self.captured = {d: CapturedGraphs(d, 8 >> d, 3, 100 + d, 0.5) for d in (0, 3)}
         self.forced: list[int | None] = []
         self.decider = SimpleNamespace(force=self.forced.append, take_spans=lambda: (span,))
@@ -458,6 +460,20 @@ def test_forced_depths_choices_and_graphs_pass_through_the_scheduler(engine: Eng
     assert (span.strategy, span.reason, span.tokens, span.expected) == ("eagle_3_1_4", "pays", 30, 12.0)
     with pytest.raises(ConfigError, match=r"rollout-3: depth 5 is not among the captured ones: see rollout"):
         handle.force_depth(5)
+
+
+def test_what_the_selector_learned_passes_through_the_scheduler(engine: Engine, handle: SGLangHandle) -> None:
+    assert handle.selector_state() is None
+    assert not handle.restore_selector(SelectorState("here", {})), "an engine that keeps its strategy"
+    switch, given = Switched(), list[SelectorState]()
+    switch.place = "here"
+    switch.decider.selector_state = lambda place: SelectorState(place, {"kind": "adaptive", "x": [1.5, None]})
+    switch.decider.restore_selector = lambda state, place: given.append(state) or state.place == place
+    setattr(engine.send_to_rpc.scheduler.draft_worker, SWITCH, switch)
+    state = handle.selector_state()
+    assert state == SelectorState("here", {"kind": "adaptive", "x": [1.5, None]})
+    assert handle.restore_selector(state) and given == [state]
+    assert not handle.restore_selector(SelectorState("there", {}))
 
 
 def test_an_engine_that_keeps_its_strategy_refuses_and_tells_nothing(engine: Engine, handle: SGLangHandle) -> None:

@@ -19,7 +19,17 @@ from services.core.errors import ConfigError
 from services.rollout.sglang import plugin
 from services.rollout.sglang.order import switch_order
 from services.rollout.sglang.rounds import histograms, newest_depth
-from services.rollout.sglang.switching import FREE, SWITCH, Switch, force_depth, switch_of, take_spans, told_state
+from services.rollout.sglang.switching import (
+    FREE,
+    SWITCH,
+    Switch,
+    force_depth,
+    restore_learned,
+    switch_of,
+    take_spans,
+    tell_learned,
+    told_state,
+)
 from tests.services.rollout.sglang.scheduling import Request, SwitchingScheduler
 from tests.services.rollout.sglang.standins import HookRegistry, Scheduler, install
 
@@ -238,3 +248,14 @@ def test_a_pause_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     pause = HookRegistry.hooked("sglang.srt.managers.scheduler.Scheduler.pause_generation", lambda s, request: "paused")
     assert pause(scheduler, object()) == "paused" and len(held) == 1
     assert pause(Scheduler(draft_worker=None), object()) == "paused", "an engine without speculation pauses too"
+
+
+def test_what_the_selector_learned_goes_on_in_another_process(tmp_path: Path) -> None:
+    scheduler, other = started(tmp_path), started(tmp_path)
+    scheduler.run(requests())
+    text = tell_learned(scheduler)
+    told = json.loads(text)
+    assert told["place"] == "sglang on cpu" and told["learned"]["kind"]
+    assert tell_learned(other) != text
+    assert restore_learned(other, text) == "true" and tell_learned(other) == text
+    assert restore_learned(other, json.dumps({**told, "place": "sglang on another card"})) == "false"
