@@ -33,7 +33,8 @@ CASES = {
     "several updates": Case({"updates_per_step": 2, "inner_epochs": 2, "micro_batch_tokens": 64}, steps=2),
     "a step of nothing": Case(steps=3, spoil=2),
 }
-HALF = Case(compute=torch.bfloat16, policy={"micro_batch_tokens": 64})
+# No ratio: a token at the edge of a clip would be in or out of the gradient by a rounding.
+HALF = Case(compute=torch.bfloat16, policy={"micro_batch_tokens": 64, "algorithm": Rloo()})
 
 
 def everything(team: Team, state: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def test_bfloat16_keeps_masters_in_float32(both: list[dict[str, Outcome]]) -> No
     assert math.isfinite(two.reports[0].loss) and two.reports[0].policy_version == 1
     assert two.reports[0].entropy == pytest.approx(one.reports[0].entropy, rel=0.02)
     mine, other = one.gradients[0], two.gradients[0]
-    assert torch.nn.functional.cosine_similarity(mine, other, dim=0) > 0.98
+    assert torch.nn.functional.cosine_similarity(mine, other, dim=0) > 0.999
 
 
 def test_a_run_goes_on_with_another_number_of_workers(
