@@ -24,6 +24,7 @@ from services.core.types import GroupWork, HiddenStateChunk, Prompt, Rollout, Tr
 from services.weights.rendezvous import Invitation, Offer
 
 CONTROL = "control"  # the concurrency group of calls that overtake
+WORKERS = "workers"  # that of the calls by which a policy team's workers fetch their work
 TRANSFERS = "transfers"  # that of the policy trainer's calls that hand out what is published, while it trains
 READY_TIMEOUT_S = 10.0  # for what is known to be ready
 ANY_INTERFACE = ("0.0.0.0", "::", "")

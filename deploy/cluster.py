@@ -14,14 +14,15 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from actors.clients import CONTROL, TRANSFERS
+from actors.clients import CONTROL, TRANSFERS, WORKERS
 from actors.coordinator import CoordinatorActor
 from actors.drafter import DrafterActor
 from actors.policy import PolicyActor
+from actors.policy_team import PolicyTeamActor, WorkerPlace, leader_threads, transfer_threads
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from deploy.console import CONSOLE, START_NEWS_S
@@ -29,7 +30,7 @@ from deploy.inputs import load_inputs
 from deploy.leftovers import await_names_free
 from deploy.metering import EnergyMeters, start_energy
 from deploy.naming import actor_name
-from deploy.placement import ROLES, TRAINER_ENV, ActorPlan, actor_env, plan_actors, role_selector
+from deploy.placement import ROLES, TRAINER_ENV, ActorPlan, actor_env, plan_actors, role_selector, team_env
 from deploy.resuming import GoBack, Start, nameless_start
 from deploy.session import ray_session
 from deploy.slots import first_gpu, place_slots
@@ -40,9 +41,15 @@ from services.coordinator.resume import Takeover
 from services.coordinator.services import Inputs
 from services.core.checkpoints import CheckpointPlan
 from services.core.errors import LongtailError, ServiceLostError, StopRequested, WaitTimeoutError
+from services.weights.link import NCCL_PAIR_ENV
 
-KINDS = {"rollout": RolloutActor, "drafter": DrafterActor, "policy": PolicyActor, "reward": RewardActor}
-
+KINDS = {
+    "rollout": RolloutActor,
+    "drafter": DrafterActor,
+    "policy": PolicyActor,
+    "policy_team": PolicyTeamActor,
+    "reward": RewardActor,
+}
 
 Handles = dict[str, Any]
 
@@ -106,6 +113,7 @@ def actors(config: ClusterConfig, inputs: Inputs, start: Start | None = None) ->
 
 def _start(plan: ActorPlan, config: ClusterConfig, start: Start, group: Any, lent: Mapping[int, str]) -> Any:
     env = actor_env(plan.threads) | (TRAINER_ENV if plan.kind in ("policy", "drafter") else {})
+    env |= team_env(config) if plan.kind == "policy_team" else {}
     if plan.borrows_gpu and plan.slot is not None:
         env["CUDA_VISIBLE_DEVICES"] = lent[plan.slot]
     options: dict[str, Any] = {
@@ -122,10 +130,18 @@ def _start(plan: ActorPlan, config: ClusterConfig, start: Start, group: Any, len
         )
     elif selector := role_selector(config, ROLES[plan.kind]):
         options["label_selector"] = selector
-    arguments: list[Any] = [config] if plan.slot is None else [config, plan.slot]
-    if plan.kind == "policy":
-        arguments.append(start.checkpoints)
-    return remote_class(plan.kind, config.rollout.num_servers).options(**options).remote(*arguments)
+    return remote_class(plan.kind, config).options(**options).remote(*_arguments(plan, config, start))
+
+
+def _arguments(plan: ActorPlan, config: ClusterConfig, start: Start) -> list[Any]:
+    match plan.kind:
+        case "policy":
+            return [config, start.checkpoints]
+        case "policy_team":
+            place, env = config.placement, actor_env(config.policy.threads) | TRAINER_ENV | NCCL_PAIR_ENV
+            each = WorkerPlace(place.policy_cpus, place.policy_gpus, role_selector(config, ROLES[plan.kind]), env)
+            return [config, each, start.checkpoints]
+    return [config] if plan.slot is None else [config, plan.slot]
 
 
 def start_coordinator(
@@ -159,7 +175,8 @@ def _replaced(
     """Another coordinator, and with `checkpoints` another policy trainer before it, which goes on from there."""
     ray.kill(handles["coordinator"])
     if checkpoints is not None:
-        (plan,) = (p for p in plan_actors(config) if p.kind == "policy")
+        ray.kill(handles["policy"])  # of a team, what is left of it
+        (plan,) = (p for p in plan_actors(config) if p.name == "policy")
         plan = replace(plan, name=f"{plan.name}-{takeover.incarnation}")  # the dead one may still have the name
         handles["policy"] = _start(plan, config, replace(start, checkpoints=checkpoints), None, {})
         _await_all({"policy": handles["policy"]}, config.coordinator.start_timeout_s)
@@ -169,11 +186,15 @@ def _replaced(
     return coordinator
 
 
-def remote_class(kind: str, num_servers: int = 1) -> Any:
+def remote_class(kind: str, config: ClusterConfig) -> Any:
     """Calls in a concurrency group run beside the others: an `interrupt` overtakes the `train` it is meant for, and the
-    policy trainer hands out what it published while it trains. One thread for each server, so that one that is silent
-    keeps no other from its weights, and one for a copy."""
-    groups = {"drafter": {CONTROL: 1}, "policy": {TRANSFERS: num_servers + 1}}.get(kind)
+    policy trainer hands out what it published while it trains."""
+    transfers = {TRANSFERS: transfer_threads(config)}
+    groups = {
+        "drafter": {CONTROL: 1},
+        "policy": transfers,
+        "policy_team": {**transfers, WORKERS: leader_threads(config)},
+    }.get(kind)
     made = ray.remote(concurrency_groups=groups) if groups else ray.remote
     return made(KINDS[kind])
 
@@ -189,6 +210,8 @@ def _await_all(handles: Handles, timeout_s: float) -> None:
                 ray.get(ref)
             except RayActorError as error:
                 raise ServiceLostError(refs[ref], f"it could not start: {cause(error)}") from None
+            except RayTaskError as error:  # of a team, whose workers start behind an actor that has
+                raise ServiceLostError(refs[ref], f"it could not start: {error.cause}") from None
         if late:
             names = ", ".join(refs[ref] for ref in late)
             CONSOLE.print(f"waiting for {names}: {time.monotonic() - started:.0f} s of at most {timeout_s:.0f} s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,15 +29,23 @@ def misfits(config: ClusterConfig, rooms: Sequence[Room]) -> Iterator[str]:
         return
     slot, policy = _slot(config), _policy(config)
     takers = {role: [r for r in rooms if _takes(config, r, role)] for role in (ROLLOUT, POLICY)}
-    for what, wanted, role in (("a slot", slot, ROLLOUT), ("the policy trainer", policy, POLICY)):
+    worker = "the policy trainer" if config.placement.policy_workers == 1 else "a policy worker"
+    for what, wanted, role in (("a slot", slot, ROLLOUT), (worker, policy, POLICY)):
         if not any(_count(wanted, room.resources) for room in takers[role]):
             yield _no_room(what, wanted, takers[role])
             return
-    best = max(_slots_beside(config, takers, home) for home in takers[POLICY] if _count(policy, home.resources))
+    ways = list(_ways(config, takers[POLICY]))
+    if not ways:
+        yield (
+            f"{config.placement.policy_workers} policy workers ({say(policy)} each) do not fit: {_inventory(rooms)}; "
+            "lower placement.policy_workers, or add machines"
+        )
+        return
+    best = max(_slots_beside(config, takers, way) for way in ways)
     if best < config.rollout.num_servers:
         yield (
-            f"only {best} of {config.rollout.num_servers} slots ({say(slot)} each) fit beside the policy trainer "
-            f"({say(policy)}) with placement.strategy {config.placement.strategy}: {_inventory(rooms)}; "
+            f"only {best} of {config.rollout.num_servers} slots ({say(slot)} each) fit beside {_trainer(config)} "
+            f"with placement.strategy {config.placement.strategy}: {_inventory(rooms)}; "
             "lower rollout.num_servers, choose another placement.strategy, or add machines"
         )
 
@@ -47,17 +56,18 @@ def say(resources: Resources) -> str:
 
 
 def _missing_totals(config: ClusterConfig, rooms: Sequence[Room]) -> Iterator[str]:
-    slots, place = config.rollout.num_servers, config.placement
+    slots, place, workers = config.rollout.num_servers, config.placement, config.placement.policy_workers
     demand = {
-        "CPU": (slots * place.cpus_per_slot + place.policy_cpus, "placement.cpus_per_slot or placement.policy_cpus"),
-        "GPU": (slots * place.gpus_per_slot + place.policy_gpus, "placement.gpus_per_slot or placement.policy_gpus"),
+        "CPU": (slots * place.cpus_per_slot + workers * place.policy_cpus, "cpus_per_slot", "policy_cpus"),
+        "GPU": (slots * place.gpus_per_slot + workers * place.policy_gpus, "gpus_per_slot", "policy_gpus"),
     }
-    for resource, (wanted, knobs) in demand.items():
+    fewer = ", placement.policy_workers" if workers > 1 else ""
+    for resource, (wanted, *knobs) in demand.items():
         have = sum(room.resources.get(resource, 0.0) for room in rooms)
         if wanted > have:
             yield (
                 f"{slots} slots and the policy trainer need {wanted:g} {resource}, the cluster has {have:g}; "
-                f"lower rollout.num_servers, {knobs}, or add machines"
+                f"lower rollout.num_servers{fewer}, placement.{knobs[0]} or placement.{knobs[1]}, or add machines"
             )
 
 
@@ -75,6 +85,7 @@ def _slot(config: ClusterConfig) -> Resources:
 
 
 def _policy(config: ClusterConfig) -> Resources:
+    """Of each worker."""
     return {"CPU": config.placement.policy_cpus, "GPU": config.placement.policy_gpus}
 
 
@@ -88,12 +99,29 @@ def _count(wanted: Resources, has: Resources) -> int:
     return int(min(amounts) + 1e-6) if amounts else 10**6
 
 
-def _slots_beside(config: ClusterConfig, takers: Mapping[str, Sequence[Room]], home: Room) -> int:
-    """How many slots can be placed when the policy trainer is in `home`."""
+def _trainer(config: ClusterConfig) -> str:
+    workers, each = config.placement.policy_workers, say(_policy(config))
+    return f"the policy trainer ({each})" if workers == 1 else f"{workers} policy workers ({each} each)"
+
+
+def _ways(config: ClusterConfig, rooms: Sequence[Room]) -> Iterator[Mapping[str, int]]:
+    """Policy workers by machine: packed as Ray Train packs them, into each machine first and then where most fit."""
+    counts = {room.name: _count(_policy(config), room.resources) for room in rooms}
+    for first in counts:
+        left, way = config.placement.policy_workers, Counter[str]()
+        for name in sorted(counts, key=lambda name: (name != first, -counts[name])):
+            way[name] = min(left, counts[name])
+            left -= way[name]
+        if not left and way[first]:
+            yield way
+
+
+def _slots_beside(config: ClusterConfig, takers: Mapping[str, Sequence[Room]], way: Mapping[str, int]) -> int:
+    """How many slots can be placed when the policy workers are where `way` says."""
     slot, policy, wanted = _slot(config), _policy(config), config.rollout.num_servers
     counts = []
     for room in takers[ROLLOUT]:
-        left = {n: a - (policy.get(n, 0.0) if room is home else 0.0) for n, a in room.resources.items()}
+        left = {n: a - policy.get(n, 0.0) * way.get(room.name, 0) for n, a in room.resources.items()}
         counts.append(_count(slot, left))
     if not slot:
         return wanted

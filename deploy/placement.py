@@ -12,13 +12,14 @@ from deploy.inputs import needs_drafter
 from services.config.schema import ClusterConfig, NativeEngine
 
 HEAD, ROLLOUT, POLICY = "head", "rollout", "policy"  # roles of Ray nodes
-ROLES = {"rollout": ROLLOUT, "drafter": ROLLOUT, "policy": POLICY, "reward": HEAD}  # where each kind of actor belongs
+# Where each kind of actor belongs.
+ROLES = {"rollout": ROLLOUT, "drafter": ROLLOUT, "policy": POLICY, "policy_team": POLICY, "reward": HEAD}
 
 
 @dataclass(frozen=True, slots=True)
 class ActorPlan:
-    """`kind` is rollout, drafter, policy or reward; `slot` is None outside slots. `borrows_gpu`: it works on the first
-    GPU of its slot's rollout server without asking Ray for a share."""
+    """`kind` is rollout, drafter, policy, policy_team or reward; `slot` is None outside slots. `borrows_gpu`: it works
+    on the first GPU of its slot's rollout server without asking Ray for a share."""
 
     name: str
     kind: str
@@ -32,7 +33,7 @@ class ActorPlan:
 
 def plan_actors(config: ClusterConfig) -> list[ActorPlan]:
     """Every actor but the coordinator, which itself computes nothing and asks for no CPU."""
-    place, restarts = config.placement, config.coordinator.max_restarts
+    restarts = config.coordinator.max_restarts
     engine = config.rollout.engine
     server_threads = engine.threads if isinstance(engine, NativeEngine) else 1
     drafts = needs_drafter(config)
@@ -47,12 +48,16 @@ def plan_actors(config: ClusterConfig) -> list[ActorPlan]:
             plans.append(
                 ActorPlan(name, "drafter", slot, share.cpus, share.drafter_gpus, threads, restarts, share.borrows)
             )
-    plans.append(
-        # Its weights die with it, so a restarted one would silently begin again from the first policy.
-        ActorPlan("policy", "policy", None, place.policy_cpus, place.policy_gpus, config.policy.threads, 0)
-    )
-    plans.append(ActorPlan("reward", "reward", None, 0.0, 0.0, 1, restarts))
-    return plans
+    return [*plans, _policy_plan(config), ActorPlan("reward", "reward", None, 0.0, 0.0, 1, restarts)]
+
+
+def _policy_plan(config: ClusterConfig) -> ActorPlan:
+    """Its weights die with it, so a restarted one would silently begin again from the first policy. The leader of a
+    team computes nothing."""
+    place, threads = config.placement, config.policy.threads
+    if config.policy_in_team:
+        return ActorPlan("policy", "policy_team", None, 0.0, 0.0, 1, 0)
+    return ActorPlan("policy", "policy", None, place.policy_cpus, place.policy_gpus, threads, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,16 @@ def actor_env(threads: int) -> dict[str, str]:
 # Batches of ever new lengths leave holes in torch's fixed segments; these grow and shrink. Not for rollout servers:
 # they hand weights to their engine as CUDA memory of another process.
 TRAINER_ENV = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def team_env(config: ClusterConfig) -> dict[str, str]:
+    """Of a policy team's leader: Ray Train's own settings. Workers stay in the run's working directory, to which paths
+    of the config are relative; a node about to be taken away is the coordinator's affair."""
+    return {
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{config.coordinator.start_timeout_s:g}",
+    }
 
 
 def machine_cpus() -> int:

@@ -133,20 +133,22 @@ def _gpus(config: ClusterConfig, machines: Sequence[Machine]) -> Iterator[Findin
 
 def _gpu_memory(config: ClusterConfig, machines: Sequence[Machine]) -> Iterator[Finding]:
     """From the size of the model's files alone: two bytes a weight, or at least a quarter weight per byte."""
-    place, engine = config.placement, config.rollout.engine
+    place, engine, workers = config.placement, config.rollout.engine, config.placement.policy_workers
     for machine in machines:
         seen = _seen(machine)
         largest = max((g.total_bytes for g in seen.gpus if g.total_bytes is not None), default=None)
         if largest is None or not seen.model_bytes:
             continue
-        if place.policy_gpus and _takes(config, machine, POLICY) and 8 * seen.model_bytes > largest:
-            level: Literal["error", "warning"] = "error" if 4 * seen.model_bytes > largest else "warning"
+        state = 0 if config.policy.optimizer_offload else 8 * seen.model_bytes // workers
+        if place.policy_gpus and _takes(config, machine, POLICY) and state > largest:
+            level: Literal["error", "warning"] = "error" if state > 2 * largest else "warning"
             yield Finding(
                 level,
                 machine.name,
-                "the policy trainer keeps weights, gradients and AdamW's two moments in float32 on one GPU: about "
-                f"{8 * seen.model_bytes / GIB:.0f} GiB for this model in bfloat16, the largest GPU here has "
-                f"{largest / GIB:.0f}: take a smaller model or a larger GPU",
+                "the policy trainer keeps weights, gradients and AdamW's two moments in float32, on each GPU of "
+                f"{workers} about {state / GIB:.0f} GiB for this model in bfloat16, the largest GPU here has "
+                f"{largest / GIB:.0f}: raise placement.policy_workers, set policy.optimizer_offload: true, or take a "
+                "smaller model or a larger GPU",
             )
         if isinstance(engine, SGLangEngine) and _takes(config, machine, ROLLOUT):
             share, room = seen.model_bytes / engine.tp, engine.mem_fraction * largest

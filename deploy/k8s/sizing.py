@@ -21,6 +21,7 @@ _SLOT_BYTES = {False: 3 * GIB, True: 24 * GIB}
 _POLICY_BYTES = {False: 4 * GIB, True: 48 * GIB}
 _HEAD_BYTES = 6 * GIB  # GCS, dashboard, driver, coordinator, reward workers
 _RAYLET_BYTES = GIB
+_WORKERS_PER_POD = 8  # a usual machine's GPUs, between which gradients and weights travel faster than over a network
 _ROUNDING = 1e-6  # 0.4 + 0.4 + 0.2 is one GPU
 
 
@@ -69,7 +70,7 @@ def worker_groups(config: ClusterConfig, slots_per_pod: int = 1) -> tuple[Group,
 
 def _all_on_one_gpu(config: ClusterConfig) -> bool:
     place = config.placement
-    wanted = config.rollout.num_servers * place.gpus_per_slot + place.policy_gpus
+    wanted = config.rollout.num_servers * place.gpus_per_slot + place.policy_workers * place.policy_gpus
     return place.policy_gpus > 0 and wanted <= 1 + _ROUNDING
 
 
@@ -82,9 +83,12 @@ def _rollout(config: ClusterConfig, slots: int) -> Group:
 
 
 def _policy(config: ClusterConfig) -> Group:
+    """As few pods as hold the workers, with equally many in each."""
     place = config.placement
-    gpus, cpus = _whole(place.policy_gpus), max(1, _whole(place.policy_cpus))
-    return _group(config, "policy", (POLICY,), 1, cpus, gpus, _POLICY_BYTES[gpus > 0])
+    pods = math.ceil(place.policy_workers / _WORKERS_PER_POD)
+    workers = math.ceil(place.policy_workers / pods)
+    gpus, cpus = _whole(workers * place.policy_gpus), max(1, _whole(workers * place.policy_cpus))
+    return _group(config, "policy", (POLICY,), pods, cpus, gpus, workers * _POLICY_BYTES[gpus > 0])
 
 
 def _shared(config: ClusterConfig) -> Group:

@@ -124,7 +124,11 @@ class PolicyConfig(Section):
     `correction` None: the ratio of the algorithm is taken against the engine's log-probabilities, so that clipping
     bounds the mismatch as well; otherwise against the trainer's own before the step, and the mismatch is corrected.
     `kl_estimator`: Schulman's k1, k2, k3; the gradient of k2 is that of the KL divergence. `truncated` "mask":
-    responses cut off by max_tokens keep their place in the group, and take no part in the loss."""
+    responses cut off by max_tokens keep their place in the group, and take no part in the loss.
+
+    `activation_checkpointing`: a layer's activations are computed again in the backward pass, which is slower and takes
+    a fraction of the memory. `optimizer_offload`: between steps the weights in float32 and AdamW's state lie in host
+    memory, where the update is computed too."""
 
     learning_rate: float = Field(1e-4, gt=0)
     decay_steps: int = Field(0, ge=0)  # the learning rate falls linearly to zero over so many steps; 0: constant
@@ -140,6 +144,8 @@ class PolicyConfig(Section):
     inner_epochs: int = Field(1, ge=1)
     updates_per_step: int = Field(1, ge=1)
     micro_batch_tokens: int = Field(4096, ge=64)
+    activation_checkpointing: bool = False
+    optimizer_offload: bool = False
     threads: int = Field(2, ge=1)
 
     @model_validator(mode="after")

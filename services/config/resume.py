@@ -30,7 +30,12 @@ KEPT = (
     "run.seed",
     "run.eval_prompts",  # held-out rewards before and after are compared
 )
-FREE_WITHIN = ("policy.threads", "policy.micro_batch_tokens")
+FREE_WITHIN = (
+    "policy.threads",
+    "policy.micro_batch_tokens",
+    "policy.activation_checkpointing",
+    "policy.optimizer_offload",
+)
 
 
 def changed_settings(before: ClusterConfig, now: ClusterConfig) -> list[str]:

@@ -148,7 +148,8 @@ class CoordinatorConfig(Section):
 
 
 class PlacementConfig(Section):
-    """How actors meet machines. `mode: local` runs every service in this process (tests); `ray` on a cluster."""
+    """How actors meet machines. `mode: local` runs every service in this process (tests); `ray` on a cluster.
+    `policy_cpus` and `policy_gpus` are those of each of the `policy_workers`, which hold the policy in equal parts."""
 
     mode: Literal["ray", "local"] = "ray"
     address: str | None = None  # None: a private Ray on this machine
@@ -157,6 +158,7 @@ class PlacementConfig(Section):
     # machine's in a private Ray; on a cluster as if every slot had its own.
     cores: int | None = Field(None, ge=1)
     gpus_per_slot: float = Field(0.0, ge=0)
+    policy_workers: int = Field(1, ge=1)
     policy_cpus: float = Field(0.5, ge=0)
     policy_gpus: float = Field(0.0, ge=0)
     # How Ray spreads slots over nodes; with STRICT_SPREAD a slot whose node is lost waits for a node, it never moves
@@ -220,6 +222,11 @@ class ClusterConfig(Section):
     warmup: WarmupConfig = WarmupConfig()
 
     @property
+    def policy_in_team(self) -> bool:
+        """Whether a team of workers trains the policy, which may be a team of one."""
+        return self.placement.policy_workers > 1 or self.policy.optimizer_offload
+
+    @property
     def warmup_methods(self) -> tuple[Literal["eagle", "eagle3"], ...]:
         """The drafters that `longtail warmup` makes, in order."""
         return self.warmup.drafter_methods or (self.drafter.method,)
@@ -227,7 +234,7 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> ClusterConfig:
         problems = [*self._engine_problems(), *self._training_problems(), *self._placement_problems()]
-        problems += [*self._states_problems(), *self._weights_problems()]
+        problems += [*self._states_problems(), *self._weights_problems(), *self._policy_team_problems()]
         if problems:
             raise ValueError("\n".join(problems))  # one a line: the loader tells each by itself
         return self
@@ -322,6 +329,26 @@ class ClusterConfig(Section):
                 f"coordinator.lease_s {lease_s:g} ends before a stuck transfer does ({slowest:g} s): lower "
                 "weights.connect_timeout_s and weights.part_timeout_s, or raise lease_s"
             )
+
+    def _policy_team_problems(self) -> Iterator[str]:
+        place = self.placement
+        if self.policy_in_team and place.mode == "local":
+            yield (
+                "placement.policy_workers and policy.optimizer_offload need worker processes, and placement.mode: "
+                "local has none: set placement.mode: ray, or policy_workers: 1 and optimizer_offload: false"
+            )
+        if place.policy_workers > 1 and place.policy_gpus not in (0, 1):
+            yield (
+                f"placement.policy_gpus {place.policy_gpus:g}: each of {place.policy_workers} policy workers computes "
+                "on one GPU of its own, as NCCL demands: set it to 1, or to 0 for CPUs"
+            )
+        if self.policy.optimizer_offload and not place.policy_gpus:
+            yield (
+                "policy.optimizer_offload makes room on a GPU, and placement.policy_gpus is 0: set optimizer_offload: "
+                "false, or give the policy a GPU"
+            )
+        if self.policy_in_team and not (place.policy_gpus or place.policy_cpus):
+            yield "placement.policy_cpus 0: Ray places a team of policy workers by what each asks for: set it above 0"
 
     def _training_problems(self) -> Iterator[str]:
         if self.rollout.group_size < 2:

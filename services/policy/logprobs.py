@@ -7,10 +7,10 @@ function. Without that, temperature 0.7 or top-p 0.9 alone would move the ratio 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from services.models.capture import target_states
@@ -18,8 +18,7 @@ from services.models.sampling import process_logits
 from services.policy.packs import Pack
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """logprobs [N] under the processed distribution (-inf: the trainer's top-k/top-p/min-p leaves the token out);
     full_logprobs [N] with the temperature only, finite everywhere, for KL; entropy [N] in nats, no gradient;
     hidden [R,W,H], the last hidden state after the final norm, and aux [R,W,A*H], the outputs of the asked-for layers
@@ -30,6 +29,18 @@ class Scores:
     entropy: Tensor
     hidden: Tensor
     aux: Tensor | None
+
+
+class Scorer(nn.Module):
+    """The policy as a module whose forward is the whole of `score`: sharded weights are gathered by hooks around a
+    module's forward, and transformers' own would be called for its decoder alone."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pack: Pack, aux_layers: Sequence[int] = ()) -> Scores:
+        return score(self.model, pack, aux_layers)
 
 
 def score(model: PreTrainedModel, pack: Pack, aux_layers: Sequence[int] = ()) -> Scores:
@@ -57,4 +68,4 @@ def _score_logits(logits: Tensor, pack: Pack, hidden: Tensor, aux: Tensor | None
 
 
 def _pick(logprobs: Tensor, token_ids: Tensor) -> Tensor:
-    return logprobs.gather(-1, token_ids[:, None])[:, 0]
+    return logprobs.gather(-1, token_ids[:, None]).sum(-1)  # of one: no view, which sharding's hooks warn of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.core.types import Rollout
-from services.models.packing import RowLayout, additive, block_causal, fill_rows, plan_rows, row_layout
+from services.models.packing import RowLayout, RowPlan, additive, block_causal, fill_rows, plan_rows, row_layout
 from services.models.sampling import SamplingTensors, sampling_tensors
 
 
@@ -47,16 +47,63 @@ def make_packs(
     budget: int,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
+    rank: int = 0,
+    size: int = 1,
 ) -> list[Pack]:
-    """Pack the rollouts `chosen` (indices); `weights[i]` is the loss weight of each response token of rollout i."""
+    """Pack the rollouts `chosen` (indices); `weights[i]` is the loss weight of each response token of rollout i. Of
+    `size` workers the one of this `rank` gets its part, as many packs as each other."""
     lengths = [len(rollouts[i].prompt_ids) + len(rollouts[i].response_ids) for i in chosen]
     packs = []
-    for plan in plan_rows(lengths, budget):
+    for plan in own_plans(shared_plans(lengths, budget, size), rank, size):
+        if plan is None:
+            packs.append(empty_pack(device, dtype))
+            continue
         layout = row_layout(plan, lengths)
         members = tuple(chosen[m] for m in plan.members)
         own_lengths = tuple(lengths[m] for m in plan.members)
         packs.append(_make_pack(rollouts, advantages, weights, members, own_lengths, layout, device, dtype))
     return packs
+
+
+def shared_plans(lengths: Sequence[int], budget: int, size: int) -> list[RowPlan]:
+    """A batch that fits fewer packs than there are workers is cut smaller, so that none of them idles."""
+    plans = plan_rows(lengths, budget)
+    if not plans or len(plans) >= size:
+        return plans
+    rows = sum(len(plan.rows) for plan in plans)
+    return plan_rows(lengths, min(budget, -(-rows // size) * plans[0].width))
+
+
+def own_plans(plans: Sequence[RowPlan], rank: int, size: int) -> list[RowPlan | None]:
+    """What the worker `rank` of `size` runs, pass by pass; None: an empty pass beside the others' last one. Plans of
+    one pass are about equally large, because every worker waits for the slowest."""
+    if size == 1:
+        return list(plans)
+    by_size: list[RowPlan | None] = sorted(plans, key=lambda plan: -len(plan.rows) * plan.width)
+    by_size += [None] * (-len(plans) % size)
+    return by_size[rank::size]
+
+
+def empty_pack(device: torch.device, dtype: torch.dtype) -> Pack:
+    """One position and no response token: a loss of 0 whose gradient is 0, from a whole forward and backward pass."""
+    place, index = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64, device=device)
+    value = torch.zeros(0, dtype=dtype, device=device)
+    return Pack(
+        members=(),
+        lengths=(),
+        prompt_lengths=(),
+        layout=row_layout(RowPlan(((),), 1), []),
+        ids=place.to(device),
+        positions=place.to(device),
+        mask=torch.zeros(1, 1, 1, 1, dtype=dtype, device=device),
+        at=index,
+        token_ids=index,
+        segments=index,
+        rollout_logprobs=value,
+        advantages=value,
+        weights=value,
+        sampling=sampling_tensors([], device),
+    )
 
 
 def _make_pack(

@@ -21,12 +21,15 @@ from services.models.layers import ModelSpec, model_spec
 from services.models.methods import drafter_method
 from services.models.target import check_tensors, target_names
 from services.policy.checkpoint import KIND, DrafterTree, Restored, restore, take_snapshot
+from services.policy.sharding import whole
+from services.policy.team import ALONE, Team
 from services.policy.trainer import PolicyTrainer
 from services.weights.checkpoint import CheckpointWriter
 
 
 class PolicyService:
-    """train_step and publish over one PolicyTrainer. `version` is 0 before the first update and only grows."""
+    """train_step and publish over one PolicyTrainer. `version` is 0 before the first update and only grows. Of a team
+    every worker has one, whose calls are made together; the one that leads has the answers and writes checkpoints."""
 
     def __init__(
         self,
@@ -69,11 +72,15 @@ class PolicyService:
     @torch.no_grad()
     def publish(self, device: torch.device | str = "cpu") -> tuple[int, dict[str, Tensor]]:
         """(policy_version, copies of all weights on `device` by Hugging Face name); a tied LM head is left out."""
-        state = self._trainer.model.state_dict()
+        state, team = self._trainer.model.state_dict(), self._trainer.team
         tied = {"lm_head.weight"} if self._spec.tied else set()
-        tensors = {
-            name: t.detach().to(device, self._publish_dtype, copy=True) for name, t in state.items() if name not in tied
-        }
+        tensors: dict[str, Tensor] = {}
+        for name in (n for n in state if n not in tied):
+            full = whole(state[name].detach())
+            if team.leads:
+                tensors[name] = full.to(device, self._publish_dtype, copy=True)
+        if not team.leads:
+            return self.version, {}
         # A diverged policy must not reach the engines: refused here, they keep the version they serve.
         check_tensors(tensors, target_names(self._spec), "policy")
         return self.version, tensors
@@ -88,10 +95,12 @@ class PolicyService:
     ) -> None:
         """Copy the state as it is after step `note.step`, and write it in the background. Raises BatchError when the
         policy has trained on another step last, DataError when an earlier checkpoint could not be written."""
-        assert self._writer is not None
         if note.step != self._last_step:
             raise BatchError(f"a checkpoint of step {note.step} was asked for, the policy is at step {self._last_step}")
-        self._writer.save(take_snapshot(self._trainer, self._spec, note, live, served))
+        snapshot = take_snapshot(self._trainer, self._spec, note, live, served)
+        if self._trainer.team.leads:
+            assert self._writer is not None
+            self._writer.save(snapshot)
 
     def flush(self, timeout_s: float) -> None:
         """Returns when every checkpoint is on the disk. Raises WaitTimeoutError and DataError."""
@@ -115,21 +124,27 @@ def load_policy_model(path: str, device: torch.device) -> PreTrainedModel:
 
 
 def build_policy_service(
-    config: ClusterConfig, clock: Clock = time.monotonic, checkpoints: CheckpointPlan | None = None
+    config: ClusterConfig,
+    clock: Clock = time.monotonic,
+    checkpoints: CheckpointPlan | None = None,
+    team: Team = ALONE,
 ) -> PolicyService:
     """Load the policy and set this process's thread count. Raises DataError for a folder that is no usable model and
-    for a checkpoint that cannot be gone on from, ConfigError for a checkpoint folder that is not there."""
+    for a checkpoint that cannot be gone on from, ConfigError for a checkpoint folder that is not there. A policy that
+    is to be sharded is read into host memory, and goes to the device layer by layer."""
     torch.set_num_threads(config.policy.threads)
     spec = model_spec(read_config(model_dir(config.model.path)))
-    device = pick_device(config.model.device)
+    picked = pick_device(config.model.device)
+    device = picked if team.device is None else team.device
     dtype = pick_dtype(config.model.dtype)
-    autocast = None if dtype == torch.float32 else dtype
+    compute = None if dtype == torch.float32 else dtype
     aux_layers = drafter_method(config.drafter, spec).aux_layers
-    model, keep_states = load_policy_model(config.model.path, device), config.drafter.states == "policy"
-    trainer = PolicyTrainer(model, config.policy, clock, autocast, aux_layers, keep_states)
+    model = load_policy_model(config.model.path, device if team.mesh is None else torch.device("cpu"))
+    keep_states = config.drafter.states == "policy"
+    trainer = PolicyTrainer(model, config.policy, clock, compute, aux_layers, keep_states, team, device)
     writer, restored = None, None
     if checkpoints is not None:
-        writer = _writer(checkpoints.folder)
+        writer = _writer(checkpoints.folder) if team.leads else None
         restored = None if checkpoints.start is None else restore(checkpoints.start, trainer, spec)
         trainer.version = max(trainer.version, checkpoints.least_version)
     return PolicyService(trainer, spec, dtype, writer, restored)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
@@ -29,6 +30,13 @@ class Tally:
     excluded_tokens: int = 0
     bad_hidden: int = 0
     grad_norms: list[float] = field(default_factory=list)
+
+    @classmethod
+    def merged(cls, tallies: Sequence[Tally]) -> Tally:
+        """Of workers that ran parts of the same updates: their gradients, and so the norms, are common to them."""
+        counts = [f.name for f in fields(cls) if f.name != "grad_norms"]
+        sums = {name: sum(getattr(tally, name) for tally in tallies) for name in counts}
+        return cls(**sums, grad_norms=list(tallies[0].grad_norms))
 
     @property
     def mean_loss(self) -> float:

@@ -29,11 +29,14 @@ from services.models.hidden import HiddenStates
 from services.models.target import check_tensors
 from services.policy.batch import AdmittedBatch, admit, split_updates
 from services.policy.correction import correction
-from services.policy.logprobs import Scores, score
+from services.policy.logprobs import Scorer, Scores
 from services.policy.loss import kl_to_reference, policy_loss, token_weights
 from services.policy.packs import Pack, make_packs
+from services.policy.recompute import recompute_layers
+from services.policy.sharding import placed_like, shard, whole
 from services.policy.surrogate import token_terms
 from services.policy.tally import Tally
+from services.policy.team import ALONE, Team
 
 
 @dataclass(frozen=True)
@@ -60,39 +63,56 @@ class _FirstPass:
     aux_layers: tuple[int, ...]
     hidden: dict[int, HiddenStates] = field(default_factory=dict)
 
+    def of(self, team: Team) -> _FirstPass:
+        """With what the others' have told, for the worker that leads."""
+        found = team.gathered((self.tally, self.hidden))
+        if len(found) <= 1:
+            return self
+        hidden = {i: states for _, other in found for i, states in other.items()}
+        return _FirstPass(Tally.merged([tally for tally, _ in found]), self.aux_layers, hidden)
+
 
 class PolicyTrainer:
-    """Owns the policy's weights in float32 and AdamW's state. `autocast` is the forward's dtype, None for float32;
+    """Owns the policy's weights in float32 and AdamW's state. `compute` is the forward's dtype, None for float32;
     `aux_layers` are those whose outputs the drafter reads beside the last hidden state (EAGLE-3); without `keep_states`
-    a step yields none."""
+    a step yields none.
+
+    Of a `team` each worker has a trainer of its own and makes every call with the same arguments; `device` is where it
+    computes. What a step yields is whole for the one that leads."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         config: PolicyConfig,
         clock: Clock,
-        autocast: torch.dtype | None = None,
+        compute: torch.dtype | None = None,
         aux_layers: tuple[int, ...] = (),
         keep_states: bool = True,
+        team: Team = ALONE,
+        device: torch.device | None = None,
     ) -> None:
         # eval: no dropout, or the trainer's logprobs would not be the engine's
         model.train(False)
         self.model = model
         self.config = config
         self.version = 0
+        self.team = team
+        self.device: torch.device = device or next(model.parameters()).device
         self._clock = clock
-        self._autocast = autocast
+        self._autocast = compute if team.mesh is None else None  # sharded weights are gathered in that dtype
         self._aux_layers = aux_layers
         self._keep_states = keep_states
-        self._reference = _frozen_copy(model) if config.kl_coef > 0 else None
+        self._scorer = Scorer(model)
+        self._reference = Scorer(_frozen_copy(model)) if config.kl_coef > 0 else None
+        if config.activation_checkpointing:
+            recompute_layers(model)
+        if team.mesh is not None:
+            for scorer in filter(None, (self._scorer, self._reference)):
+                shard(scorer, team, compute)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             _decay_groups(self._parameters, config.weight_decay), lr=config.learning_rate, betas=config.betas
         )
-
-    @property
-    def device(self) -> torch.device:
-        return self._parameters[0].device
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -100,12 +120,15 @@ class PolicyTrainer:
 
     @torch.no_grad()
     def state(self) -> dict[str, Tensor]:
-        """Copies on the CPU: weights by `policy/NAME`, AdamW's state by `optimizer/KEY/NAME`."""
+        """Whole copies on the CPU, for the worker that leads: weights by `policy/NAME`, AdamW's state by
+        `optimizer/KEY/NAME`."""
         found: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
-            found[f"policy/{name}"] = parameter.detach().to("cpu", copy=True)
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                found[f"optimizer/{key}/{name}"] = value.detach().to("cpu", copy=True)
+            kept = {f"optimizer/{key}/{name}": v for key, v in self._optimizer.state.get(parameter, {}).items()}
+            for path, value in {f"policy/{name}": parameter, **kept}.items():
+                full = whole(value.detach())
+                if self.team.leads:
+                    found[path] = full.to("cpu", copy=True)
         return found
 
     @torch.no_grad()
@@ -116,14 +139,14 @@ class PolicyTrainer:
         weights = {n.removeprefix("policy/"): t for n, t in state.items() if n.startswith("policy/")}
         check_tensors(weights, {name: tuple(p.shape) for name, p in named.items()}, "policy checkpoint")
         for name, parameter in named.items():
-            parameter.copy_(weights[name])
+            parameter.copy_(placed_like(parameter, weights[name]))
             kept = {
                 n.split("/")[1]: t for n, t in state.items() if n.startswith("optimizer/") and n.endswith(f"/{name}")
             }
             if kept:
                 # AdamW keeps its step count on the CPU, its moments where the weight is
                 self._optimizer.state[parameter] = {
-                    key: t.clone() if key == "step" else t.to(parameter.device, copy=True) for key, t in kept.items()
+                    key: t.clone() if key == "step" else placed_like(parameter, t) for key, t in kept.items()
                 }
         self.version = version
 
@@ -149,6 +172,7 @@ class PolicyTrainer:
             updated |= self._update(first.tally)
         before = self.version
         self.version += updated
+        first = first.of(self.team)
         kept = [first.hidden[i] for i in sorted(first.hidden)]
         return PolicyStep(
             report=self._report(work, first.tally, bool(parts), self._clock() - started),
@@ -182,13 +206,15 @@ class PolicyTrainer:
         return parts, self._make_packs(work, [0.0] * len(work.rollouts), left)
 
     def _make_packs(self, work: AdmittedBatch, weights: Sequence[float], chosen: Sequence[int]) -> list[Pack]:
-        budget, device, dtype = self.config.micro_batch_tokens, self.device, self.parameter_dtype
-        return make_packs(work.rollouts, work.advantages, weights, chosen, budget, device, dtype)
+        budget, device, dtype, team = self.config.micro_batch_tokens, self.device, self.parameter_dtype, self.team
+        rollouts, advantages = work.rollouts, work.advantages
+        return make_packs(rollouts, advantages, weights, chosen, budget, device, dtype, team.rank, team.size)
 
-    def _score(self, model: PreTrainedModel, pack: Pack, aux_layers: tuple[int, ...] = ()) -> Scores:
+    def _score(self, scorer: Scorer, pack: Pack, aux_layers: tuple[int, ...] = ()) -> Scores:
         enabled = self._autocast is not None
         with torch.autocast(self.device.type, dtype=self._autocast, enabled=enabled):
-            return score(model, pack, aux_layers)
+            scores: Scores = scorer(pack, aux_layers)
+            return scores
 
     @torch.no_grad()
     def _reference_logprobs(self, pack: Pack) -> Tensor | None:
@@ -197,7 +223,7 @@ class PolicyTrainer:
     def _learn(self, one: _Prepared, first: _FirstPass) -> None:
         """Forward and backward of one micro-batch; gradients add up in the parameters."""
         pack, fresh = one.pack, one.before is None
-        scores = self._score(self.model, pack, first.aux_layers if fresh else ())
+        scores = self._score(self._scorer, pack, first.aux_layers if fresh else ())
         if fresh:
             self._collect(one, scores, first)
         assert one.before is not None
@@ -218,7 +244,7 @@ class PolicyTrainer:
     def _look(self, packs: Iterable[_Prepared], first: _FirstPass) -> None:
         """Forward alone, before any update."""
         for one in packs:
-            self._collect(one, self._score(self.model, one.pack, first.aux_layers), first)
+            self._collect(one, self._score(self._scorer, one.pack, first.aux_layers), first)
 
     def _collect(self, one: _Prepared, scores: Scores, first: _FirstPass) -> None:
         """Keep what the first forward pass tells; the hidden states cut into sequences, on the CPU, free of the graph
@@ -243,7 +269,7 @@ class PolicyTrainer:
 
     def _update(self, tally: Tally) -> bool:
         """Clip and step; a non-finite gradient changes nothing and is reported."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip))
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip)))
         tally.grad_norms.append(norm)
         if math.isfinite(norm):
             self._optimizer.step()

@@ -34,14 +34,18 @@ LATER_S = 1.0  # by which native waits outlast those here, which say what was wa
 NEVER = timedelta(days=1)
 HELLO = 1  # bytes each way through a new connection, so that it is known to work before anything depends on it
 
-# Read by NCCL once in a process, and by torch for each group.
+# Read by NCCL once in a process: one that has groups of its own needs them from its start.
+NCCL_PAIR_ENV = {
+    # Both sides must agree, or the import of the other's memory hangs; SGLang switches it off in its own processes.
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",  # multicast has no use between two
+}
+# Also by torch, for each group.
 NCCL_ENV = {
     # A broken connection must not end the process (torch's default): it is aborted here, and told.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # Both sides must agree, or the import of the other's memory hangs; SGLang switches it off in its own processes.
-    "NCCL_CUMEM_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",  # multicast has no use between two
+    **NCCL_PAIR_ENV,
 }
 
 

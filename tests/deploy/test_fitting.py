@@ -75,13 +75,35 @@ def test_roles_need_machines_with_their_labels() -> None:
     assert "only 1 of 2 slots" in message
 
 
+def test_policy_workers_are_packed_and_slots_get_what_they_leave() -> None:
+    place = {"policy_workers": 3, "policy_gpus": 1.0, "policy_cpus": 1.0, "gpus_per_slot": 1.0, "cpus_per_slot": 1.0}
+    assert told(place, room("a", cpus=8, gpus=2), room("b", cpus=8, gpus=3)) == []
+    (message,) = told(place, room("a", cpus=8, gpus=2), room("b", cpus=8, gpus=2))
+    assert "need 5 GPU, the cluster has 4; lower rollout.num_servers, placement.policy_workers, " in message
+    (message,) = told(place, room("a", cpus=1, gpus=4), room("b", cpus=9, gpus=1))
+    assert message.startswith("3 policy workers (1 CPU, 1 GPU each) do not fit: a has 1 CPU, 4 GPU; b has 9 CPU, 1 GPU")
+    (message,) = told(place, room("a", cpus=3, gpus=4), room("b", cpus=2, gpus=1))
+    assert message.startswith("only 1 of 2 slots") and "beside 3 policy workers (1 CPU, 1 GPU each)" in message
+
+
+def test_no_machine_holds_even_one_worker() -> None:
+    (message,) = told({"policy_workers": 2, "policy_cpus": 3.0, "cpus_per_slot": 0.5}, room(cpus=2), *[room("b")] * 9)
+    assert message.startswith("a policy worker needs 3 CPU")
+
+
 amounts = st.integers(0, 4).map(float)
 
 
-@given(rooms=st.lists(st.tuples(amounts, amounts), min_size=1, max_size=4), slots=st.integers(1, 3), seed=amounts)
-def test_more_machines_never_hurt(rooms: list[tuple[float, float]], slots: int, seed: float) -> None:
+@given(
+    rooms=st.lists(st.tuples(amounts, amounts), min_size=1, max_size=4),
+    slots=st.integers(1, 3),
+    seed=amounts,
+    workers=st.integers(1, 3),
+)
+def test_more_machines_never_hurt(rooms: list[tuple[float, float]], slots: int, seed: float, workers: int) -> None:
     config = tiny_config(
-        rollout={"num_servers": slots}, placement={"cpus_per_slot": 1.0, "gpus_per_slot": seed, "policy_cpus": 1.0}
+        rollout={"num_servers": slots},
+        placement={"cpus_per_slot": 1.0, "gpus_per_slot": seed, "policy_cpus": 1.0, "policy_workers": workers},
     )
     made = [room(str(i), cpus, gpus) for i, (cpus, gpus) in enumerate(rooms)]
     if not list(misfits(config, made)):

@@ -29,6 +29,14 @@ def test_without_an_eagle_strategy_no_drafter_trainer_is_started() -> None:
     assert {p.name for p in plan_actors(config)} == {"rollout-0", "rollout-1", "policy", "reward"}
 
 
+def test_the_leader_of_a_policy_team_takes_no_resources_its_workers_do() -> None:
+    config = tiny_config(placement={"policy_workers": 2, "policy_cpus": 1.0})
+    (plan,) = (p for p in plan_actors(config) if p.name == "policy")
+    assert (plan.kind, plan.cpus, plan.gpus, plan.restarts) == ("policy_team", 0.0, 0.0, 0)
+    (alone,) = (p for p in plan_actors(tiny_config(placement={"policy_cpus": 1.0})) if p.name == "policy")
+    assert (alone.kind, alone.cpus) == ("policy", 1.0)
+
+
 def test_slots_that_ask_for_nothing_need_no_placement_group() -> None:
     assert bundles(tiny_config(placement={"cpus_per_slot": 0.0})) == []
 

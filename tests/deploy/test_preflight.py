@@ -111,6 +111,8 @@ def test_an_object_store_must_hold_a_policy_and_better_two() -> None:
         (14, {}, {"policy_gpus": 1.0}, ""),
         (20, {}, {"policy_gpus": 1.0}, "warning .*about 160 GiB for this model .*, the largest GPU here has 141"),
         (40, {}, {"policy_gpus": 1.0}, "error .*the policy trainer keeps weights, gradients"),
+        (40, {}, {"policy_gpus": 1.0, "policy_workers": 2}, "warning .*each GPU of 2 about 160 GiB"),
+        (40, {}, {"policy_gpus": 1.0, "policy_workers": 4}, ""),
         (40, {}, {}, ""),
         (130, {"mem_fraction": 0.9}, {}, "error .*130 GiB of weights per GPU, .*leaves it 127: raise"),
         (130, {"mem_fraction": 0.9, "tp": 2}, {}, ""),
@@ -120,8 +122,8 @@ def test_a_model_must_fit_the_gpus(gib: int, engine: dict[str, Any], place: dict
     engine = {"type": "sglang", "max_running": 8, "max_len": 1024, **engine}
     config = tiny_config(rollout={"engine": engine}, placement={"gpus_per_slot": float(engine.get("tp", 1)), **place})
     files = (("model.safetensors", gib * GIB),)
-    seen = replace(GPUS, gpus=GPUS.gpus * 2, model_bytes=gib * GIB, model_files=files)
-    found = [f"{f.level} {f}" for f in findings(config, [machine(seen, gpus=4)]) if "GPU" in f.message]
+    seen = replace(GPUS, gpus=GPUS.gpus * 4, model_bytes=gib * GIB, model_files=files)
+    found = [f"{f.level} {f}" for f in findings(config, [machine(seen, gpus=8)]) if "GPU" in f.message]
     assert len(found) == bool(message) and all(re.match(message, text) for text in found)
 
 

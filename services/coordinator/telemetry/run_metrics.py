@@ -78,7 +78,7 @@ class RunMetrics:
         self._work = WorkTimes(self._worked)
         for slot in range(config.rollout.num_servers):
             v.set("longtail_gpus", config.placement.gpus_per_slot, slot_name(slot))
-        v.set("longtail_policy_gpus", config.placement.policy_gpus)
+        v.set("longtail_policy_gpus", config.placement.policy_workers * config.placement.policy_gpus)
         self._show_states()
         self._show_phase("starting")
 

@@ -82,13 +82,26 @@ def fitting(group: Group, config: ClusterConfig) -> int:
     cpus=st.sampled_from([0.25, 0.5, 1.0, 3.5]),
     policy_cpus=st.sampled_from([0.0, 0.5, 2.5]),
     per_pod=st.integers(1, 3),
+    workers=st.sampled_from([1, 2, 3, 8, 9, 17]),
 )
 def test_every_slot_and_the_trainer_find_room(
-    servers: int, gpus: float, policy_gpus: float, cpus: float, policy_cpus: float, per_pod: int
+    servers: int, gpus: float, policy_gpus: float, cpus: float, policy_cpus: float, per_pod: int, workers: int
 ) -> None:
+    workers = workers if policy_gpus in (0, 1) else 1
+    policy_cpus = policy_cpus or 0.25 if workers > 1 else policy_cpus
     place = {"gpus_per_slot": gpus, "policy_gpus": policy_gpus, "cpus_per_slot": cpus, "policy_cpus": policy_cpus}
+    place["policy_workers"] = workers
     config = tiny_config(placement=place, rollout={"num_servers": servers})
     found = worker_groups(config, 1 if 0 < gpus < 1 else per_pod)
     assert sum(g.pods * fitting(g, config) for g in found if "rollout" in g.roles) >= servers
     (policy,) = [g for g in found if "policy" in g.roles]
-    assert policy.gpus >= policy_gpus and policy.cpus >= policy_cpus
+    held = [(policy.gpus + 1e-6) / policy_gpus] if policy_gpus else []
+    held += [(policy.cpus + 1e-6) / policy_cpus] if policy_cpus else []
+    assert policy.pods * int(min(held, default=workers)) >= workers
+    assert policy.gpus <= max(8, policy_gpus), "never more than a machine has"
+
+
+def test_policy_workers_share_pods_evenly() -> None:
+    found = {n: groups(policy_workers=n, policy_gpus=1, gpus_per_slot=1)["policy"] for n in (2, 8, 12)}
+    assert [(g.pods, g.gpus) for g in found.values()] == [(1, 2), (1, 8), (2, 6)]
+    assert found[8].memory - found[2].memory == 6 * 48 * 2**30

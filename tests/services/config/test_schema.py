@@ -256,3 +256,27 @@ def test_a_transfer_gives_up_before_its_server_is_taken_for_lost() -> None:
     (problem,) = mistakes(collective, "placement.mode=local")
     assert "connects processes" in problem and "set weights.transport: object_store" in problem
     assert mistakes("weights.part_timeout_s=40", "placement.mode=local") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem", "remedy"),
+    [
+        (["placement={mode: local, policy_workers: 2}"], "placement.mode: local has none", "set placement.mode: ray"),
+        (["placement={policy_workers: 2, policy_gpus: 0.5}"], "policy_gpus 0.5: each of 2", "set it to 1"),
+        (["placement={policy_workers: 4, policy_gpus: 2}"], "policy_gpus 2: each of 4", "or to 0 for CPUs"),
+        (["placement={policy_workers: 2, policy_cpus: 0}"], "placement.policy_cpus 0", "set it above 0"),
+        (["policy.optimizer_offload=true"], "makes room on a GPU", "or give the policy a GPU"),
+    ],
+)  # fmt: skip
+def test_what_policy_workers_cannot_have(overrides: list[str], problem: str, remedy: str) -> None:
+    (line,) = mistakes(*overrides)
+    assert problem in line and remedy in line
+
+
+def test_policy_workers_on_cpus_and_gpus() -> None:
+    assert mistakes("placement.policy_workers=3") == []
+    assert mistakes(*SGLANG, "placement={policy_workers: 4, policy_cpus: 0}", "policy.optimizer_offload=true") == []
+    assert not load_config().policy_in_team
+    assert load_config(overrides=["placement.policy_workers=2"]).policy_in_team
+    offloaded = load_config(overrides=["placement={policy_gpus: 0.5}", "policy.optimizer_offload=true"])
+    assert offloaded.policy_in_team, "a team of one"

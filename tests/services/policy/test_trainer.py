@@ -171,7 +171,7 @@ def test_rollout_logprobs_stay_frozen_over_inner_epochs(make_model, sample_rollo
     step = t._learn
 
     def spy(one, first):
-        clipped, before = first.tally.clipped, t._score(t.model, one.pack).logprobs.detach()
+        clipped, before = first.tally.clipped, t._score(t._scorer, one.pack).logprobs.detach()
         step(one, first)
         ratios.append(((before - one.pack.rollout_logprobs).exp(), first.tally.clipped - clipped))
 
