@@ -9,12 +9,14 @@ from deploy.cli_costs import add_benches
 from deploy.cli_engine import bench_acceptance, bench_switch
 from deploy.cli_explain import explain
 from deploy.cli_gain import bench_gain, gain
+from deploy.cli_serve import serve
 
 
 def add_commands(app: typer.Typer, bench: typer.Typer) -> None:
     """`bench`: the group of those that measure."""
     app.command()(explain)
     app.command()(gain)
+    app.command()(serve)
     add_benches(bench)
     bench.command("gain")(bench_gain)
     bench.command("tailed")(bench_tailed)

@@ -69,13 +69,7 @@ def restore(place: Path, trainer: PolicyTrainer, spec: ModelSpec) -> Restored:
     """Bring `trainer` to where it was. Raises DataError for a checkpoint that is damaged or of another model."""
     manifest = read_manifest(place, KIND)
     try:
-        if manifest["format"] != FORMAT:
-            raise DataError(f"{place}: format {manifest['format']}, this version reads {FORMAT}: use another run.id")
-        if manifest["model"] != _identity(spec):
-            raise DataError(
-                f"{place} is of another model, {manifest['model']} where model.path has {_identity(spec)}: bring back "
-                "the model of this run, or use another run.id"
-            )
+        _check_kind(place, manifest, spec)
         tensors = read_state(place, manifest, KIND)
         note, version = read_note(manifest["note"]), int(manifest["policy_version"])
         drafters = {prefix: _join(plain, prefix, tensors) for prefix, plain in manifest["drafters"].items()}
@@ -87,6 +81,47 @@ def restore(place: Path, trainer: PolicyTrainer, spec: ModelSpec) -> Restored:
         raise DataError(f"{place} does not fit the model: {error}; use another run.id") from None
     live = drafters.get(LIVE)
     return Restored(note, live, drafters.get(SERVED, live))
+
+
+@dataclass(frozen=True)
+class ServedWeights:
+    """What was served when the checkpoint was written; no drafter where there was none."""
+
+    policy_version: int
+    policy: dict[str, Tensor]
+    drafter_version: int | None
+    drafter: dict[str, Tensor] | None
+
+
+def read_served(place: Path, spec: ModelSpec) -> ServedWeights:
+    """The weights alone, without what training needs. Raises DataError as `restore` does."""
+    manifest = read_manifest(place, KIND)
+    try:
+        _check_kind(place, manifest, spec)
+        drafters, note = manifest["drafters"], read_note(manifest["note"])
+        source = SERVED if SERVED in drafters else LIVE if LIVE in drafters else None
+        own = f"{source}/tensors/"
+        tensors = read_state(place, manifest, KIND, (f"{POLICY}/", own))
+        version = int(manifest["policy_version"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(place, KIND, error) from None
+    drafter = _below(tensors, own) if source is not None and note.drafter_version is not None else None
+    drafter_version = note.drafter_version if drafter is not None else None
+    return ServedWeights(version, _below(tensors, f"{POLICY}/"), drafter_version, drafter)
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def _check_kind(place: Path, manifest: Mapping[str, Any], spec: ModelSpec) -> None:
+    if manifest["format"] != FORMAT:
+        raise DataError(f"{place}: format {manifest['format']}, this version reads {FORMAT}: use another run.id")
+    if manifest["model"] != _identity(spec):
+        raise DataError(
+            f"{place} is of another model, {manifest['model']} where model.path has {_identity(spec)}: bring back "
+            "the model of this run, or use another run.id"
+        )
 
 
 def _identity(spec: ModelSpec) -> dict[str, Any]:

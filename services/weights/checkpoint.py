@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from services.core.checkpoints import MANIFEST, step_folder, whole_checkpoints
@@ -136,9 +136,11 @@ def read_manifest(place: Path, kind: CheckpointKind) -> dict[str, Any]:
     return manifest
 
 
-def read_state(place: Path, manifest: Mapping[str, Any], kind: CheckpointKind) -> dict[str, Tensor]:
-    """The tensors of the checkpoint in `place`, on the CPU, when they are exactly what was written. Raises
-    DataError."""
+def read_state(
+    place: Path, manifest: Mapping[str, Any], kind: CheckpointKind, prefixes: tuple[str, ...] = ("",)
+) -> dict[str, Tensor]:
+    """The tensors of the checkpoint in `place` whose names begin with one of `prefixes`, on the CPU, when they are
+    exactly what was written. Raises DataError."""
     file = place / STATE_FILE
     try:
         if file.stat().st_size != manifest["bytes"] or _digest(file) != manifest["sha256"]:
@@ -146,7 +148,8 @@ def read_state(place: Path, manifest: Mapping[str, Any], kind: CheckpointKind) -
                 f"{kind.name} checkpoint {place}: {STATE_FILE} is not what was written: remove the folder to go on "
                 "from the checkpoint before"
             )
-        return load_file(file)
+        with safe_open(file, framework="pt") as state:
+            return {name: state.get_tensor(name) for name in state.keys() if name.startswith(prefixes)}  # noqa: SIM118
     except (OSError, KeyError, SafetensorError) as error:
         raise damaged(place, kind, error) from None
 
