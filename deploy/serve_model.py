@@ -13,6 +13,8 @@ from pathlib import Path
 
 import uvicorn
 from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from deploy.page import BACKLOG, CONSOLE, HEADER_S, MAX_CONNECTIONS, PatientProtocol, in_url, listen, raise_file_limit
 from deploy.serving import (
@@ -20,14 +22,15 @@ from deploy.serving import (
     ServeArguments,
     ServedText,
     build_generator,
-    served,
+    serve_config,
     serving_settings,
     weights_of,
 )
-from deploy.serving_source import checkpoint_of, serving_config
+from deploy.serving_source import ModelSource, checkpoint_of, serving_config
 from deploy.session import ray_session
 from deploy.token import VARIABLE, read_token
-from services.core.errors import ConfigError, DataError
+from services.core.checkpoints import step_of
+from services.core.errors import ConfigError, DataError, WaitTimeoutError
 from services.gateway.guard import Guard
 from services.gateway.openai.app import build_openai_app
 from services.gateway.settings import is_loopback
@@ -35,6 +38,7 @@ from services.models.tokenizer import load_tokenizer
 from services.rollout.generator import EngineGenerator
 
 LOAD_S = 600.0
+LOOK_S = 0.2
 FOLLOW_S = 2.0  # between two looks for a newer checkpoint
 CLOSING_S = 5.0
 
@@ -62,8 +66,9 @@ def serve_model(args: ServeArguments, where: Where) -> None:
     if where.in_process:
         _serve_here(args, where)
         return
-    with ray_session(config, check=False), _application(args, where):
-        _follow(args, where)
+    with ray_session(config, check=False), application(args, where.host, where.port) as port:
+        _tell(args, where, port)
+        _follow(args, where.follow)
 
 
 def _take_token(where: Where) -> None:
@@ -106,37 +111,53 @@ def app_here(args: ServeArguments, generator: EngineGenerator) -> Guard:
 
 
 @contextmanager
-def _application(args: ServeArguments, where: Where) -> Iterator[None]:
-    with listen(where.host, where.port) as free:  # told at once when it is taken; Serve binds it itself
+def application(args: ServeArguments, host: str, port: int) -> Iterator[int]:
+    """The Serve application in the Ray that is connected; gives the port that answers. Raises ConfigError when the
+    port is taken, and what `deploy` does."""
+    with listen(host, port) as free:  # told at once; Serve itself binds it again
         port = free.getsockname()[1]
-    serve.start(http_options={"host": where.host, "port": port, "request_timeout_s": None})
+    serve.start(http_options={"host": host, "port": port, "request_timeout_s": None})
     try:
         deploy(args)
-        _tell(args, where, port)
-        yield
+        yield port
     finally:
         serve.shutdown()
 
 
-def deploy(args: ServeArguments) -> None:
-    """Start the application, or swap the weights of the one that runs when only the source is another."""
-    serve.run(served(args), name=APPLICATION, route_prefix="/")
+def deploy(args: ServeArguments, source: ModelSource | None = None) -> None:
+    """Start the application, or make the one that runs swap to another source; returns when its replicas serve it.
+    Raises DataError when they cannot, and WaitTimeoutError.
+
+    As a Serve config: with `serve.run` the replicas would be started anew for another user_config.
+    """
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [serve_config(args, source)]}))
+    end_s = time.monotonic() + LOAD_S
+    while (state := serve.status().applications[APPLICATION]).status != ApplicationStatus.RUNNING:
+        if state.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+            told = " ".join(d.message for d in state.deployments.values() if d.message) or state.message
+            raise DataError(f"the model cannot be served: {told}")
+        if time.monotonic() > end_s:
+            raise WaitTimeoutError(f"the model servers were not ready within {LOAD_S:g} s ({state.status.value})")
+        time.sleep(LOOK_S)
 
 
-def _follow(args: ServeArguments, where: Where) -> None:
-    now = checkpoint_of(args.source) if where.follow else None
+def _follow(args: ServeArguments, follow: bool) -> None:
+    now = checkpoint_of(args.source) if follow else None
     while True:
         time.sleep(FOLLOW_S)
-        if now is None:
-            continue
-        try:
-            newer = checkpoint_of(args.source)
-        except DataError:  # the run was begun anew meanwhile
-            continue
+        newer = now if now is None else _newer(args.source, now)
         if newer != now:
-            deploy(args)
+            deploy(args, args.source.model_copy(update={"checkpoint": step_of(newer)}))
             CONSOLE.print(f"checkpoint: {newer}")
             now = newer
+
+
+def _newer(source: ModelSource, now: Path) -> Path:
+    """The one to serve; the one served as long as there is none, since a run that is begun anew takes its own away."""
+    try:
+        return checkpoint_of(source)
+    except DataError:
+        return now
 
 
 def _tell(args: ServeArguments, where: Where, port: int) -> None:

@@ -110,8 +110,24 @@ def build_api(args: ServeArguments) -> Any:
     return build_openai_app(generator, text, serving_settings(args, config, tokenizer))
 
 
-def served(args: ServeArguments) -> serve.Application:
-    """The application. Raises ConfigError for what cannot be served."""
+def serve_config(args: ServeArguments, source: ModelSource | None = None) -> dict[str, Any]:
+    """The application as an entry of a Serve config; `source`: swapped to in place of the one in `args`."""
+    model = {"name": MODEL, "user_config": (source or args.source).model_dump()}
+    return {
+        "name": APPLICATION,
+        "route_prefix": "/",
+        "import_path": "deploy.serving:served",
+        "args": args.model_dump(exclude_defaults=True),
+        "deployments": [model],
+    }
+
+
+def served(args: dict[str, Any]) -> serve.Application:
+    """What a Serve config names; see `deploy.serve.live`. Raises ConfigError for what cannot be served."""
+    return _application(ServeArguments.model_validate(args))
+
+
+def _application(args: ServeArguments) -> serve.Application:
     config = serving_config(args.source, args.settings)
     place, engine = config.placement, config.rollout.engine
     scaling = {
