@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
-from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
@@ -27,6 +28,7 @@ STATUS: dict[type[LongtailError], int] = {
     ServiceLostError: 503,
     WaitTimeoutError: 504,
 }
+NOT_SERVED = "not_served"  # pydantic's type of the problem, with `field` in its context
 CODES = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded", 504: "timeout"}
 
 
@@ -93,15 +95,29 @@ async def http_problem(_: Request, error: Exception) -> JSONResponse:
 
 
 async def not_valid(_: Request, error: Exception) -> JSONResponse:
-    """The first problem that pydantic found. What was sent is not repeated: it may be no text at all."""
+    """One of the problems that pydantic found. What was sent is not repeated: it may be no text at all."""
     assert isinstance(error, RequestValidationError)
-    first = jsonable_encoder(error.errors()[0], exclude={"input", "ctx", "url"})
-    where = [str(part) for part in first["loc"] if part != "body"]
-    param = ".".join(where) or None
-    if first["type"] == "extra_forbidden":
-        return JSONResponse(error_body(400, f"Unrecognized request argument: {param}", param), 400)
-    told = first["msg"].removeprefix("Value error, ")
-    return JSONResponse(error_body(400, f"{param}: {told}" if param else told, param), 400)
+    problem = _most_telling(error.errors())
+    param = problem.get("ctx", {}).get("field") if problem["type"] == NOT_SERVED else _param(problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        message = f"Unrecognized request argument: {param}"
+    else:
+        told = problem["msg"].removeprefix("Value error, ")
+        message = told if param is None or problem["type"] == NOT_SERVED else f"{param}: {told}"
+    return JSONResponse(error_body(400, message, param), 400)
+
+
+def _most_telling(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of the first field with a problem, what was found deepest: where a field may be a text or a list of them,
+    pydantic also tells that a list is no text."""
+    first = [p for p in problems if p["loc"][:2] == problems[0]["loc"][:2]]
+    return max(first, key=lambda p: len(p["loc"]))
+
+
+def _param(loc: Sequence[str | int]) -> str | None:
+    """The path of the field; pydantic goes on with names of its own for what a field may be."""
+    fields = itertools.takewhile(lambda part: "[" not in part and part not in ("str", "int"), map(str, loc[1:]))
+    return ".".join(fields) or None
 
 
 def _status(error: LongtailError) -> int:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from services.gateway.openai.errors import NOT_SERVED
+
 # Known to OpenAI, of no meaning here.
 IGNORED = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -42,7 +44,7 @@ def _sendable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_sendable)]
-StopString = Annotated[Text, Field(min_length=1, max_length=256)]
+StopString = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_sendable)]
 
 
 class Asked(BaseModel):
@@ -70,7 +72,7 @@ class Asked(BaseModel):
             return data
         for name, allowed in NEUTRAL.items():
             if data.get(name) is not None and not any(_same(data[name], value) for value in allowed):
-                raise PydanticCustomError("not_served", "{field} is not served here: leave it out", {"field": name})
+                raise PydanticCustomError(NOT_SERVED, "{field} is not served here: leave it out", {"field": name})
         passed_over = IGNORED | NEUTRAL.keys()
         return {k: v for k, v in data.items() if k not in passed_over and v is not None}
 
