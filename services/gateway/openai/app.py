@@ -33,7 +33,11 @@ CLOSED_REQUEST = 499  # nobody reads it
 SPARE_S = 15.0  # the guard's limit is the later one: the answer in time-out should be ours
 STREAMED: dict[str, Any] = {
     "description": "The answer; with `stream`, server-sent events of its chunks, `data: [DONE]` at the end.",
-    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    "content": {
+        "text/event-stream": {
+            "schema": {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+        }
+    },
 }
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
