@@ -26,6 +26,7 @@ from actors.clients import (
 from services.config.schema import ClusterConfig
 from services.coordinator.control import ControlRequest
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.cores import shared_cores
 from services.coordinator.diagnosis import Diagnosis
 from services.coordinator.observer import Fanout
 from services.coordinator.resume import Takeover
@@ -68,6 +69,7 @@ def ray_services(config: ClusterConfig, handles: Mapping[str, Any]) -> Services:
         waiter=RayWaiter(),
         initial_drafter=initial,
         advantages=partial(advantages, algorithm=config.policy.algorithm),
+        cores=shared_cores(config),
     )
 
 

@@ -1,13 +1,14 @@
 """`longtail bench spot`: what drafter training in idle slots uses, costs and brings, over real Ray actors.
 
 Timing: the same rollouts (same prompts and seeds, policy and drafter fixed) with all idle slots training and with none,
-in turns, the first pair dropped. `idle_used_share` is trainers' own busy time over all slot seconds without rollout
-work from the first token until the last trainer has yielded, so waiting between calls, joining, handing in and merging
-count as unused. `ratios_without` divides neighbouring phases without training by each other: their spread is what the
-machine does by itself. Preemption: from asking a slot to leave until its lease is free, at the end of rollouts and at
-random moments in the middle of them. Joules, where GPUs have a counter, of one such phase by role. Acceptance: runs
-whose policy moves, then the live, the first and an untrained drafter on the last step's rollouts, which none was
-trained on.
+in turns, the first pair dropped. `idle_used_share` is trainers' own busy time over the slot seconds in which training
+has room (`wanted_slot_s`): all without rollout work (`idle_slot_s`) from the first token until the last trainer has
+yielded, but where slots share a machine's cores no more slots at a time than servers leave cores. Waiting between
+calls, joining, handing in and merging count as unused. `ratios_without` divides neighbouring phases without training by
+each other: their spread is what the machine does by itself. Preemption: from asking a slot to leave until its lease is
+free, at the end of rollouts and at random moments in the middle of them. Joules, where GPUs have a counter, of one such
+phase by role. Acceptance: runs whose policy moves, then the live, the first and an untrained drafter on the last step's
+rollouts, which none was trained on.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from deploy.inputs import load_inputs
 from deploy.metering import start_energy
 from deploy.provenance import provenance
 from deploy.session import ray_session
+from deploy.wanted_slots import wanted_slot_s
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.stats import median_interval, quantile
@@ -75,6 +77,7 @@ class _Phase:
     seconds: float
     idle_s: float
     drafting_s: float
+    wanted_s: float
     busy_s: float
     micro_steps: list[float]
     joules: dict[str, float] | None
@@ -105,6 +108,7 @@ class _Bench(Coordinator):
         self._drafting.progress = []
         self._timeline.enter(f"{drafters} slots may train")
         self._timeline.open_window()
+        begin_s = self._timeline.now()
         self._metering.begin()
         started = self._clock()
         for _ in self._phase.generate(works, drafters):
@@ -114,13 +118,15 @@ class _Bench(Coordinator):
             self._calls.turn()
         slots = self._timeline.close_window()
         self.ended_s = self._timeline.now()
+        spans = [*self._observer.spans, *self._timeline.open_spans()]
+        wanted_s = wanted_slot_s(spans, begin_s, self.ended_s, self._services.cores)
         joules = self._metering.end(self._timeline.open_spans())
         self._drafting.finish()
         self._trainers.settle()
         done = self._drafting.progress
         return _Phase(
-            seconds, slots.get(SlotState.IDLE, 0.0), slots.get(SlotState.DRAFTING, 0.0), sum(p.busy_s for p in done),
-            [p.busy_s / p.micro_steps for p in done], joules,
+            seconds, slots.get(SlotState.IDLE, 0.0), slots.get(SlotState.DRAFTING, 0.0), wanted_s,
+            sum(p.busy_s for p in done), [p.busy_s / p.micro_steps for p in done], joules,
         )  # fmt: skip
 
     def close_spans(self) -> None:
@@ -192,11 +198,12 @@ def _timing(config: ClusterConfig, repeats: int, picture: Path | None) -> dict[s
         preempted = [1000 * s for s in bench.preempted_s]
     off, on = phases[0], phases[slots]
     ratios = [a.seconds / b.seconds for a, b in zip(on, off, strict=True)]
-    unused = sum(p.idle_s + p.drafting_s for p in on)
+    unused, wanted = sum(p.idle_s + p.drafting_s for p in on), sum(p.wanted_s for p in on)
     micro_steps = [1000 * s for p in on for s in p.micro_steps]
     return {
-        "idle_used_share": round(sum(p.busy_s for p in on) / unused, 4),
-        "leased_share": round(sum(p.drafting_s for p in on) / unused, 4),
+        "idle_used_share": round(sum(p.busy_s for p in on) / wanted, 4),
+        "leased_share": round(sum(p.drafting_s for p in on) / wanted, 4),
+        "wanted_slot_s": round(wanted / len(on), 2),
         "idle_slot_s": round(unused / len(on), 2),
         "rollout_s_without": round(median(p.seconds for p in off), 3),
         "rollout_s_with": round(median(p.seconds for p in on), 3),

@@ -153,6 +153,9 @@ class PlacementConfig(Section):
     mode: Literal["ray", "local"] = "ray"
     address: str | None = None  # None: a private Ray on this machine
     cpus_per_slot: float = Field(0.5, ge=0)
+    # Processor cores that slots without a GPU share: idle slots train on those that nobody generates on. None: this
+    # machine's in a private Ray; on a cluster as if every slot had its own.
+    cores: int | None = Field(None, ge=1)
     gpus_per_slot: float = Field(0.0, ge=0)
     policy_cpus: float = Field(0.5, ge=0)
     policy_gpus: float = Field(0.0, ge=0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from services.config.schema import ClusterConfig
 from services.coordinator.calls import Calls
+from services.coordinator.cores import Cores
 from services.coordinator.drafting import Drafting
 from services.coordinator.fleet import Fleet
 from services.coordinator.forecast import Forecast
@@ -52,7 +53,9 @@ def make_drafting(parts: Parts, initial_drafter: Blob | None) -> Drafting:
     )
 
 
-def make_phase(parts: Parts, drafting: Drafting, board: ProgressBoard, strategies: StrategyLog) -> RolloutPhase:
+def make_phase(
+    parts: Parts, drafting: Drafting, board: ProgressBoard, strategies: StrategyLog, cores: Cores | None
+) -> RolloutPhase:
     rollout, call_timeout_s = parts.config.rollout, parts.config.coordinator.call_timeout_s
     tail = TailMoves(
         rollout.consolidate,
@@ -79,6 +82,7 @@ def make_phase(parts: Parts, drafting: Drafting, board: ProgressBoard, strategie
         telemetry=parts.telemetry,
         strategies=strategies,
         tell=parts.tell,
+        cores=cores,
     )
 
 

@@ -104,7 +104,7 @@ class Coordinator:
             self._trainers, services.initial_drafter, clock, self._patience, self._tell, self._calls.turn
         )
         self._worth = Worth(config.drafter.training)
-        self._phase = make_phase(parts, self._drafting, self._board, self._strategies)
+        self._phase = make_phase(parts, self._drafting, self._board, self._strategies, services.cores)
         self._forecast = make_forecast(parts, inputs.sampling)
         self._scoring = Scoring(config.reward, services.reward, self._calls, clock, self._patience, self._tell)
         self.checkpoints = Checkpoints(

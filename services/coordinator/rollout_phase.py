@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from services.coordinator import scheduler
 from services.coordinator.calls import Calls
+from services.coordinator.cores import Cores
 from services.coordinator.drafting import Drafting
 from services.coordinator.fleet import Fleet
 from services.coordinator.leases import LeaseBook
@@ -43,6 +44,7 @@ class RolloutPhase:
         telemetry: Telemetry,
         strategies: StrategyLog,
         tell: Callable[[str, str, str], RunEvent],
+        cores: Cores | None,
     ) -> None:
         self._fleet = fleet
         self._trainers = trainers
@@ -51,6 +53,7 @@ class RolloutPhase:
         self._telemetry = telemetry
         self._strategies = strategies
         self._tell = tell
+        self._cores = cores
         self._leases = leases
         self._calls = calls
         self._clock = clock
@@ -162,9 +165,10 @@ class RolloutPhase:
 
     def _draft(self, wanted: int) -> None:
         pending, views = self._ledger.pending, self._views()
-        self._drafting.stop(scheduler.slots_to_preempt(pending, views, self._max_running))
+        room = len(views) if self._cores is None else self._cores.trainers(scheduler.generating(views))
+        self._drafting.stop(scheduler.slots_to_preempt(pending, views, self._max_running, room))
         can_train = self._trainers.newest is not None and self._drafting.live is not None
-        for slot in scheduler.slots_to_draft(pending, views, can_train, wanted):
+        for slot in scheduler.slots_to_draft(pending, views, can_train, min(wanted, room)):
             self._drafting.start(slot)
 
     def _consolidate(self, drafters: int) -> None:

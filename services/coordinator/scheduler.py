@@ -72,25 +72,26 @@ def slots_to_release(pending: Sequence[GroupWork], slots: Sequence[SlotView]) ->
     return [v.slot for v in slots if v.state in ACCEPTS_WORK and v.outstanding == 0]
 
 
+def generating(slots: Sequence[SlotView]) -> int:
+    """Servers with rollouts that are not done."""
+    return sum(v.state in ACCEPTS_WORK and v.outstanding > 0 for v in slots)
+
+
 def slots_to_draft(pending: Sequence[GroupWork], slots: Sequence[SlotView], has_data: bool, wanted: int) -> list[int]:
     """The IDLE slots that should join drafter training now, so that `wanted` train in all: only while no work waits
     and another slot still generates."""
-    if pending or not has_data or not _generating(slots):
+    if pending or not has_data or not generating(slots):
         return []
     training = sum(v.state is SlotState.DRAFTING for v in slots)
     free = [v.slot for v in slots if v.state is SlotState.IDLE and v.can_draft]
     return free[: max(0, wanted - training)]
 
 
-def slots_to_preempt(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running: int) -> list[int]:
+def slots_to_preempt(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running: int, room: int) -> list[int]:
     """Training slots that yield at their next micro-step: all when nothing generates any more, else as many as queued
-    work needs beyond the IDLE ones."""
+    work needs beyond the IDLE ones, or as are more than there is `room` for."""
     training = [v.slot for v in slots if v.state is SlotState.DRAFTING]
-    if not pending and not _generating(slots):
+    if not pending and not generating(slots):
         return training
     idle = sum(v.state is SlotState.IDLE for v in slots)
-    return training[: max(0, _left_over(pending, slots, max_running) - idle)]
-
-
-def _generating(slots: Sequence[SlotView]) -> bool:
-    return any(v.state in ACCEPTS_WORK and v.outstanding for v in slots)
+    return training[: max(0, _left_over(pending, slots, max_running) - idle, len(training) - room)]

@@ -80,14 +80,20 @@ def test_drafting_needs_idle_slots_a_busy_one_and_data() -> None:
 
 def test_drafting_yields_when_rollout_ends_or_its_slot_is_needed() -> None:
     training = [view(1, S.DRAFTING), view(2, S.DRAFTING)]
-    assert slots_to_preempt([], [view(0, S.DRAINING, 1), *training], 8) == []
-    assert slots_to_preempt([], [view(0, S.DRAINING, 0), *training], 8) == [1, 2]
+    assert slots_to_preempt([], [view(0, S.DRAINING, 1), *training], 8, 9) == []
+    assert slots_to_preempt([], [view(0, S.DRAINING, 0), *training], 8, 9) == [1, 2]
     full = view(0, S.DRAINING, 8)
-    assert slots_to_preempt(works(1), [full, *training], 8) == [1]
-    assert slots_to_preempt(works(3), [full, *training], 8) == [1, 2]
-    assert slots_to_preempt(works(1), [full, *training, view(3, S.IDLE)], 8) == []
-    assert slots_to_preempt(works(1), [view(0, S.ROLLOUT, 0), *training], 8) == []
-    assert slots_to_preempt(works(1), [view(0, S.LOST), *training], 8) == [1]
+    assert slots_to_preempt(works(1), [full, *training], 8, 9) == [1]
+    assert slots_to_preempt(works(3), [full, *training], 8, 9) == [1, 2]
+    assert slots_to_preempt(works(1), [full, *training, view(3, S.IDLE)], 8, 9) == []
+    assert slots_to_preempt(works(1), [view(0, S.ROLLOUT, 0), *training], 8, 9) == []
+    assert slots_to_preempt(works(1), [view(0, S.LOST), *training], 8, 9) == [1]
+
+
+def test_trainers_yield_that_there_is_no_room_for() -> None:
+    training = [view(1, S.DRAFTING), view(2, S.DRAFTING), view(3, S.DRAFTING)]
+    assert slots_to_preempt([], [view(0, S.ROLLOUT, 1), *training], 8, 1) == [1, 2]
+    assert slots_to_preempt(works(3), [view(0, S.ROLLOUT, 8), *training], 8, 2) == [1, 2, 3]
 
 
 STATES = st.sampled_from(list(S))
@@ -100,7 +106,7 @@ def test_no_slot_is_told_two_things_and_training_never_exceeds_what_is_wanted(
     views = [view(i, state, n if state in (S.ROLLOUT, S.DRAINING) else 0, True, can)
              for i, (state, n, can) in enumerate(slots)]  # fmt: skip
     pending = works(groups)
-    drafts, stops = slots_to_draft(pending, views, True, wanted), slots_to_preempt(pending, views, 8)
+    drafts, stops = slots_to_draft(pending, views, True, wanted), slots_to_preempt(pending, views, 8, 9)
     wakes = slots_to_wake(pending, views, 8)
     assert len({*drafts, *stops, *wakes}) == len(drafts) + len(stops) + len(wakes)
     training = sum(v.state is S.DRAFTING for v in views)
