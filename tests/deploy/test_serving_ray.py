@@ -131,3 +131,10 @@ def test_a_swap_under_load_fails_no_request_and_keeps_the_processes(cluster: Clu
 def _served(cluster: Cluster) -> set[str]:
     listed = [cluster.client.models.list().data[0].to_dict()["versions"] for _ in range(10)]
     return {re.sub("-drafter.*", "", str(versions)) for versions in listed}
+
+
+def test_refusals_keep_their_meaning_across_processes(cluster: Cluster) -> None:
+    with pytest.raises(openai.BadRequestError, match="prompt ids"):
+        cluster.client.completions.create(prompt=[999], **cluster.ask)
+    with pytest.raises(openai.BadRequestError, match="prompt ids"):
+        next(iter(cluster.client.completions.create(prompt=[999], stream=True, **cluster.ask)))
