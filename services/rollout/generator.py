@@ -176,7 +176,7 @@ class EngineGenerator:
         def work(p: int, ids: tuple[int, ...]) -> GroupWork:
             own = range(p * n, p * n + n)
             seeds = asked.seeds[own.start : own.stop]
-            return GroupWork(str(next(self._names)), _prompt(ids), tuple(own), seeds, asked.sampling)
+            return GroupWork(f"request {next(self._names)}", _prompt(ids), tuple(own), seeds, asked.sampling)
 
         return tuple(work(p, ids) for p, ids in enumerate(asked.prompts))
 

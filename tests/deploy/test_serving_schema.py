@@ -25,7 +25,7 @@ CHECKS = [
     content_type_conformance,
     response_schema_conformance,
 ]
-MADE_UP = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+MADE_UP = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 OPERATIONS = [("/v1/completions", "POST"), ("/v1/chat/completions", "POST"), ("/v1/models/{name}", "GET")]
 Api = Any
 
