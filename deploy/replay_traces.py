@@ -41,6 +41,11 @@ def drain(rng: random.Random) -> list[Step]:
     return [Step(long_tailed(64, rng), lambda ended: law(GOOD, ended)) for _ in range(4)]
 
 
+def single(rng: random.Random) -> list[Step]:
+    """One long request after another: few drafts to learn from, so luck with the first ones weighs most."""
+    return [Step((LONGEST,), lambda ended: law(GOOD, ended)) for _ in range(3)]
+
+
 def drift(rng: random.Random) -> list[Step]:
     """The policy moves away from the drafter step by step; every third step a new drafter is loaded."""
     steps = []
@@ -60,5 +65,5 @@ def _constant(first: float, version: int) -> Callable[[float], Law]:
 
 
 TRACES: dict[str, Callable[[random.Random], Sequence[Step]]] = {
-    "stationary": stationary, "drift": drift, "cold": cold, "drain": drain,
+    "stationary": stationary, "drift": drift, "cold": cold, "drain": drain, "single": single,
 }  # fmt: skip

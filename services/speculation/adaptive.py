@@ -33,7 +33,8 @@ CHECK_GAP = 6  # rounds between two checks
 REFERENCE_GAP = 256
 _CREDIT, _MOST_CREDIT = 4.0, 8.0  # rounds whose time is there for checks at first and with a new drafter; at most
 _WASTED = 0.5  # of catching up for a check: if the strategy pays, it had to be done anyway
-_TOKENS_BESIDE, _SECONDS_BESIDE = 1.0, 1.0  # standard deviations beside the mean that count as plausible
+_PATIENCE = 0.2  # how fast they grow; with 0 a single request now and then ran 8 to 10 % below the oracle
+_SECONDS_BESIDE = 1.0  # standard deviations of a round's time beside its mean that count as plausible
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +166,21 @@ class Adaptive:
         """Whether `other` is better if its tokens and seconds lie as far beside as is plausible. Where the best one is
         accepted by the same law, its own tokens move along, up or down."""
         model, shared = self.acceptance, self.acceptance.shares(other.strategy, best.strategy)
+        beside = self._tokens_beside(other.strategy, view.running)
 
         def lift(deviations: float) -> float:
             gain = model.tokens_at(other.strategy, view, deviations) / other.tokens
             return gain / (model.tokens_at(best.strategy, view, deviations) / best.tokens) if shared else gain
 
-        most = max(lift(_TOKENS_BESIDE), lift(-_TOKENS_BESIDE)) if shared else lift(_TOKENS_BESIDE)
+        most = max(lift(beside), lift(-beside)) if shared else lift(beside)
         cheaper = math.exp(_SECONDS_BESIDE * self.costs.spread(other.strategy, view))
         return other.score * most * cheaper > best.score * (1 + self._margin)
+
+    def _tokens_beside(self, strategy: DraftStrategy, running: int) -> float:
+        """Standard deviations that count as plausible: the longer a strategy was not run, the more, and the more the
+        fewer requests a round tells of. A single one that refused the first drafts must not rule it out for good."""
+        gap = self._round - self._used.get(strategy.name, 0)
+        return math.sqrt(1 + _PATIENCE / running * math.log(1 + gap / CHECK_GAP))
 
     def _note_drafter(self, view: RoundView) -> None:
         if view.drafter_version != self._drafter_version and self._drafter_version is not None:
