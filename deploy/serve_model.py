@@ -33,7 +33,7 @@ from services.core.checkpoints import step_of
 from services.core.errors import ConfigError, DataError, WaitTimeoutError
 from services.gateway.guard import Guard
 from services.gateway.openai.app import build_openai_app
-from services.gateway.settings import is_loopback
+from services.gateway.settings import Settings, is_loopback
 from services.models.tokenizer import load_tokenizer
 from services.rollout.generator import EngineGenerator
 
@@ -59,6 +59,11 @@ def serve_model(args: ServeArguments, where: Where) -> None:
     _take_token(where)
     config = serving_config(args.source, args.settings)
     load_tokenizer(config.model.path)
+    if config.placement.address is not None and not where.in_process:
+        raise ConfigError(
+            f"placement.address is {config.placement.address}, and `serve` starts a Ray of its own: add --set "
+            "placement.address=null, or put deploy.serving:served into the Serve config of that cluster"
+        )
     if where.follow and (not args.source.is_run or where.in_process):
         raise ConfigError("--follow swaps to the newer checkpoints of a run, on Ray: name a run, without --in-process")
     if args.source.is_run:
@@ -83,6 +88,7 @@ def _take_token(where: Where) -> None:
             f"{where.host} can be reached from other machines: set {VARIABLE} or name a --token-file, so that not "
             "everybody may ask"
         )
+    Settings(token=os.environ.get(VARIABLE) or None)  # raises ConfigError for one that is too short
 
 
 def _serve_here(args: ServeArguments, where: Where) -> None:

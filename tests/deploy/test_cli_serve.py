@@ -64,6 +64,7 @@ def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
         (["pocket", "--checkpoint", "last"], "newest, best, or the number of a step"),
         (["pocket", "--host", "0.0.0.0"], "LONGTAIL_TOKEN"),
         (["pocket", "--follow"], "name a run"),
+        (["pocket", "--set", "placement.address=auto"], "a Ray of its own"),
         (["pocket", "--chat-template", "nowhere.jinja"], "cannot read the chat template"),
     ],
 )
