@@ -19,9 +19,9 @@ from deploy.provenance import provenance
 from services.config.schema import ClusterConfig
 from services.drafter.state import read_drafter
 from services.models.device import pick_device
-from services.models.files import drafter_dir, model_dir, read_config, read_grown, read_tensors
+from services.models.files import model_dir, read_config, read_grown, read_tensors
 from services.models.layers import model_spec
-from services.models.methods import drafter_method
+from services.models.methods import drafter_folder, drafter_method
 from services.models.target import TargetModel
 from services.rollout.calibrate import Limits, measure_costs
 from services.rollout.native import EngineOptions, NativeEngine
@@ -47,7 +47,7 @@ def measured(
     engine = NativeEngine(target, options, Fixed(OFF), lambda ids: "", clock)
     engine.load_policy(0, read_tensors(folder))
     method = drafter_method(config.drafter, spec)
-    engine.load_drafter(0, read_drafter(drafter_dir(config.model.path, method.name), method))
+    engine.load_drafter(0, read_drafter(drafter_folder(config), method))
     limits = Limits(max_running, max_len, spec.vocab_size, config.rollout.sampling.temperature)
     return measure_costs(engine, strategies, limits, clock, seconds)
 

@@ -23,9 +23,9 @@ from services.core.gain import Workload
 from services.core.types import GroupWork, Prompt, Rollout, SamplingParams, StrategySpan
 from services.data.source import load_prompts
 from services.drafter.state import read_drafter
-from services.models.files import drafter_dir, model_dir, read_config, read_grown, read_tensors
+from services.models.files import model_dir, read_config, read_grown, read_tensors
 from services.models.layers import model_spec
-from services.models.methods import drafter_method
+from services.models.methods import drafter_folder, drafter_method
 from services.models.tokenizer import load_tokenizer
 from services.report.strategies import by_bucket, gain_of
 from services.rollout.service import RolloutService, build_rollout_service
@@ -72,7 +72,7 @@ class Bench:
         self._service.open_epoch(1)
         self._service.load_policy(0, read_tensors(folder), 1)
         method = drafter_method(config.drafter, model_spec(read_config(folder)))
-        self._service.load_drafter(0, read_drafter(drafter_dir(config.model.path, method.name), method), 1)
+        self._service.load_drafter(0, read_drafter(drafter_folder(config), method), 1)
 
     def repeat(self, seed: int) -> Repeat:
         off = self.generate("off", seed)

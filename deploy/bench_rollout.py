@@ -25,9 +25,9 @@ from services.core.types import AcceptanceStats, GroupWork, Prompt, Rollout, Sam
 from services.data.source import load_prompts
 from services.drafter.state import read_drafter
 from services.models.device import pick_device
-from services.models.files import drafter_dir, model_dir, read_config, read_grown, read_tensors
+from services.models.files import model_dir, read_config, read_grown, read_tensors
 from services.models.layers import model_spec
-from services.models.methods import drafter_method
+from services.models.methods import drafter_folder, drafter_method
 from services.models.target import TargetModel
 from services.models.tokenizer import Tokenizer, load_tokenizer
 from services.rollout.native import EngineOptions, NativeEngine
@@ -96,7 +96,7 @@ class Bench:
         self.tensors: dict[str, Tensor] = read_tensors(self.folder)
         self.spec = model_spec(read_config(self.folder))
         method = drafter_method(config.drafter, self.spec)
-        self.drafter: dict[str, Tensor] = read_drafter(drafter_dir(config.model.path, method.name), method)
+        self.drafter: dict[str, Tensor] = read_drafter(drafter_folder(config), method)
         self.hf = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).to(self.device).eval()
         self.heldout = load_prompts(config, self.tokenizer).heldout
 

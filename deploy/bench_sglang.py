@@ -29,9 +29,9 @@ from services.config.schema import ClusterConfig, SGLangEngine
 from services.core.errors import ConfigError
 from services.core.types import GroupWork, Prompt, SamplingParams
 from services.drafter.state import read_drafter
-from services.models.files import drafter_dir, model_dir, read_config, read_grown, read_tensors
+from services.models.files import model_dir, read_config, read_grown, read_tensors
 from services.models.layers import model_spec
-from services.models.methods import drafter_method
+from services.models.methods import drafter_folder, drafter_method
 from services.models.target import target_names
 from services.rollout.sglang.arguments import sampling_arguments
 from services.rollout.sglang.build import slot_arguments
@@ -136,7 +136,7 @@ def _load_from_disk(server: Any, config: ClusterConfig) -> None:
     fetch(server.load_policy.remote(0, policy, EPOCH), timeout_s, "the policy load")
     if any(s.drafter == "eagle" for s in config.speculation.strategies):
         method = drafter_method(config.drafter, spec)
-        drafter = read_drafter(drafter_dir(config.model.path, method.name), method)
+        drafter = read_drafter(drafter_folder(config), method)
         fetch(server.load_drafter.remote(0, drafter, EPOCH), timeout_s, "the drafter load")
 
 

@@ -6,6 +6,7 @@ import typer
 
 from deploy.cli_bench_gpu import bench_graphs, bench_tailed
 from deploy.cli_costs import add_benches
+from deploy.cli_drafter import drafter_app
 from deploy.cli_engine import bench_acceptance, bench_switch
 from deploy.cli_explain import explain
 from deploy.cli_gain import bench_gain, gain
@@ -14,6 +15,7 @@ from deploy.cli_serve import serve
 
 def add_commands(app: typer.Typer, bench: typer.Typer) -> None:
     """`bench`: the group of those that measure."""
+    app.add_typer(drafter_app, name="drafter")
     app.command()(explain)
     app.command()(gain)
     app.command()(serve)

@@ -21,9 +21,9 @@ from services.config.schema import ClusterConfig
 from services.coordinator.observer import Fanout
 from services.core.errors import DataError, NothingTrainedError
 from services.drafter.export import write_drafter_folder
-from services.models.files import GROWN_FILE, drafter_dir, model_dir, read_config, read_grown
+from services.models.files import GROWN_FILE, model_dir, read_config, read_grown
 from services.models.layers import model_spec
-from services.models.methods import drafter_method
+from services.models.methods import drafter_folder, drafter_method
 from services.report.run_folder import RunFolder, finished_summary
 
 # What a person wants to know first, in this order; the rest is in summary.json.
@@ -51,7 +51,7 @@ def check_inputs(config: ClusterConfig) -> None:
     """Everything a run reads must be there and usable before anything starts. Raises DataError."""
     inputs = load_inputs(config)
     if needs_drafter(config):
-        folder = drafter_dir(config.model.path, config.drafter.method)
+        folder = drafter_folder(config)
         if not (folder / "config.json").is_file():
             raise DataError(
                 f"no drafter at {folder}: make one with `longtail warmup`, or choose a strategy that needs none "

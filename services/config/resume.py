@@ -25,6 +25,7 @@ KEPT = (
     "reward.function",
     "policy",
     "drafter.method",
+    "drafter.path",  # the rows of a head of its own mean what they meant at the start
     "drafter.aux_layers",
     "run.seed",
     "run.eval_prompts",  # held-out rewards before and after are compared

@@ -7,6 +7,7 @@ the target's and stay out). The files are those of services/weights/checkpoint.p
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -81,18 +82,20 @@ def _problem(manifest: dict[str, Any], method: DrafterMethod) -> str:
     if manifest["format"] != FORMAT:
         return f"format {manifest['format']}, this version reads {FORMAT}"
     wanted = _identity(method)
-    if {name: manifest[name] for name in wanted} != wanted:
+    if {name: manifest.get(name) for name in wanted} != wanted:
         return f"it is of another drafter or target than {wanted}"
     return ""
 
 
 def _identity(method: DrafterMethod) -> dict[str, Any]:
-    target = method.target
+    target, own = method.target, method.draft_ids
+    rows = {} if own is None else {"draft_ids": hashlib.sha256(repr(own).encode()).hexdigest()}
     return {
         "method": method.name,
         "model_type": target.model_type,
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
+        **rows,
     }
 
 

@@ -1,4 +1,4 @@
-"""Write a drafter as a model folder: its tensors, a config.json of its own, and a short card."""
+"""Write a drafter as a model folder: its tensors, a config.json of its own, and a card."""
 
 from __future__ import annotations
 
@@ -8,23 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from services.drafter.card import Measured, Origin, drafter_card
+from services.drafter.layouts import DrafterFiles, Layout, Verifier, in_layout
 from services.models.drafter import DrafterMethod
-from services.models.target import check_tensors
-
-_CARD = """# {title} drafter
-
-Drafts tokens for speculative decoding of one target ({model_type}, hidden size {hidden_size}, {vocab_size} tokens). One
-decoder layer over the embedding of the next token and {reads}. Embedding and LM head
-are the target's and not in this folder: the drafter is of use only beside the target it was trained for.
-
-- tensors: {count} trained, {parameters} parameters, `model.safetensors`
-- architecture: {architecture}
-- trained by Longtail for {total_steps} micro-steps
-"""
 
 
 def write_drafter_folder(
@@ -34,32 +23,42 @@ def write_drafter_folder(
     folder: Path,
     total_steps: int = 0,
 ) -> None:
-    """Export trainable tensors beside the config of their target (its config.json as a mapping).
+    """Export trainable tensors beside the config of their target (its config.json as a mapping), as SGLang loads them.
 
-    The file also holds the zeros that SGLang's class of the drafter wants to find. Raises WeightError for anything but
-    exactly the drafter's tensors. Each file appears whole or not at all.
+    The file also holds the constants that SGLang's class of the drafter wants to find. Raises WeightError for anything
+    but exactly the drafter's tensors. Each file appears whole or not at all.
     """
-    check_tensors(tensors, method.names(), "drafter export")
+    files = in_layout("sglang", tensors, method, Verifier(target_config, ""))
+    count = sum(t.numel() for t in tensors.values())
+    write_files(files, drafter_card(method, count, total_steps, method.architecture), folder)
+
+
+def write_export(
+    tensors: Mapping[str, Tensor],
+    method: DrafterMethod,
+    layout: Layout,
+    verifier: Verifier,
+    origin: Origin,
+    measured: Measured | None,
+    folder: Path,
+) -> None:
+    """A drafter to be deployed, in one of the layouts, with the card that says where it comes from. Raises as
+    `write_drafter_folder`."""
+    files = in_layout(layout, tensors, method, verifier)
+    count = sum(t.numel() for t in tensors.values())
+    architecture = ", ".join(files.config["architectures"])
+    card = drafter_card(method, count, origin.total_steps, architecture, layout, origin, measured)
+    write_files(files, card, folder)
+
+
+def write_files(files: DrafterFiles, card: str, folder: Path) -> None:
+    """Each file appears whole or not at all, config.json last: without it the folder is no drafter."""
     folder.mkdir(parents=True, exist_ok=True)
-    own = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    dtype = own["fc.weight"].dtype
-    zeros = {name: torch.zeros(shape, dtype=dtype) for name, shape in method.engine_zeros().items()}
     partial = folder / "model.safetensors.partial"
-    save_file(own | zeros, partial, metadata={"format": "pt"})
+    save_file(dict(files.tensors), partial, metadata={"format": "pt"})
     os.replace(partial, folder / "model.safetensors")
-    _write(folder / "config.json", json.dumps(method.folder_config(target_config), indent=2, sort_keys=True) + "\n")
-    card = _CARD.format(
-        title=method.title,
-        model_type=method.target.model_type,
-        hidden_size=method.target.hidden_size,
-        vocab_size=method.target.vocab_size,
-        reads=method.reads,
-        count=len(own),
-        parameters=sum(t.numel() for t in own.values()),
-        architecture=method.architecture,
-        total_steps=total_steps,
-    )
     _write(folder / "README.md", card)
+    _write(folder / "config.json", json.dumps(files.config, indent=2, sort_keys=True) + "\n")
 
 
 def _write(file: Path, text: str) -> None:

@@ -1,7 +1,10 @@
 """Drafter loss and expected acceptance, both from the unrolled drafter's predicted hidden states.
 
-The target's distribution is head(target_hidden), the drafter's head(predicted). Embedding and head are the target's
-and get no gradient: only the drafter learns.
+The target's distribution is head(target_hidden), the drafter's its draft head of `predicted`, which mostly is the
+target's own. Embedding and head of the target get no gradient: only the drafter learns.
+
+A draft head over some of the tokens draws none of the others: the acceptance probability is a sum over its own tokens,
+exactly. Cross-entropy has to compare with the target's distribution over these tokens alone, as EAGLE-3 does.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from services.drafter.objectives import CROSS_ENTROPY, OBJECTIVES, compared_at, draft_logprobs, target_logprobs
 from services.drafter.packing import DraftRows
+from services.models.drafter import DraftHead
 
 
 @dataclass(frozen=True)
@@ -45,18 +49,25 @@ def supervised_counts(batches: Sequence[DraftRows], depths: int) -> list[int]:
 
 
 def drafter_loss(
-    predicted: Sequence[Tensor], rows: DraftRows, head: Tensor, counts: Sequence[int], terms: LossTerms
+    predicted: Sequence[Tensor],
+    rows: DraftRows,
+    head: Tensor,
+    counts: Sequence[int],
+    terms: LossTerms,
+    draft_head: DraftHead | None = None,
 ) -> DrafterLoss:
     """This batch's share of the micro-step's loss: the mean over depths, weighted decay^j, of the objective between the
     target's distribution and the drafter's + feature_weight * smooth-L1 between hidden states, both averaged over
     supervised entries.
 
-    predicted: [R,W,H] per depth; head [V,H]; `counts` over all batches of the micro-step, so that the sum of the shares
-    does not depend on the packing. `overlap` is at the run's temperature, whatever the objective compares at.
+    predicted: [R,W,H] per depth; head [V,H] the target's; `draft_head` None: the same. `counts` over all batches of the
+    micro-step, so that the sum of the shares does not depend on the packing. `overlap` is at the run's temperature,
+    whatever the objective compares at.
     """
     head = head.detach()
+    drafting = draft_head or DraftHead(head)
     target = F.linear(rows.target_hidden[rows.loss_mask], head).float()
-    compare = _comparison(terms, target)
+    compare = _comparison(terms, target, drafting.ids)
     total = predicted[0].new_zeros(())
     overlap = []
     for j, out in enumerate(predicted):
@@ -65,25 +76,25 @@ def drafter_loss(
         if not bool(among.any()):
             overlap.append(0.0)
             continue
-        drafted = F.linear(out[mask], head).float()
+        drafted = drafting.logits(out[mask])
         part = compare(among, drafted)
         if terms.feature_weight:
             feature = F.smooth_l1_loss(out[mask], rows.target_hidden[mask], reduction="sum") / out.shape[-1]
             part = part + terms.feature_weight * feature
         total = total + terms.decay**j / counts[j] * part
-        overlap.append(float(_overlap(target[among], drafted.detach(), terms.temperature).sum()))
+        overlap.append(float(_overlap(target[among], drafted.detach(), terms.temperature, drafting.ids).sum()))
     scale = sum(terms.decay**j for j, n in enumerate(counts) if n)
     return DrafterLoss(total / scale if scale else total, tuple(overlap))
 
 
-def _comparison(terms: LossTerms, target: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """(which of the rows of `target` [n,V], draft logits for these) -> summed objective. What the depths share of the
-    target's side is computed once."""
+def _comparison(terms: LossTerms, target: Tensor, ids: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """(which of the rows of `target` [n,V], draft logits [n,D] for these) -> summed objective. What the depths share of
+    the target's side is computed once."""
     mix = {terms.objective: 1.0}
     if terms.ce_weight and terms.objective != CROSS_ENTROPY:
         mix[CROSS_ENTROPY] = terms.ce_weight
     at = {name: compared_at(name, terms.temperature) for name in mix}
-    wanted = {name: target_logprobs(target, at[name]) for name in mix}
+    wanted = {name: _wanted(name, target, at[name], ids) for name in mix}
 
     def compare(among: Tensor, drafted: Tensor) -> Tensor:
         total = drafted.new_zeros(())
@@ -94,15 +105,33 @@ def _comparison(terms: LossTerms, target: Tensor) -> Callable[[Tensor, Tensor], 
     return compare
 
 
-def expected_acceptance(predicted: Sequence[Tensor], rows: DraftRows, head: Tensor, temperature: float) -> list[Tensor]:
+def _wanted(name: str, target: Tensor, temperature: float, ids: Tensor | None) -> Tensor:
+    """[n,V] -> [n,D] log-probabilities of the draft head's tokens: as they are where acceptance is compared, else (and
+    for an argmax, which might lie outside) of a distribution over these tokens alone."""
+    if ids is None:
+        return target_logprobs(target, temperature)
+    if name == CROSS_ENTROPY or not temperature:
+        return target_logprobs(target[:, ids], temperature)
+    return target_logprobs(target, temperature)[:, ids]
+
+
+def expected_acceptance(
+    predicted: Sequence[Tensor],
+    rows: DraftRows,
+    head: Tensor,
+    temperature: float,
+    draft_head: DraftHead | None = None,
+) -> list[Tensor]:
     """Per depth [R,W]: the probability that the draft of this entry is accepted, sum_v min(target_probs, draft_probs)
     at `temperature`; 0 where nothing is supervised or no chain reaches (a chain cannot commit past the end)."""
+    drafting = draft_head or DraftHead(head)
     target = F.linear(rows.target_hidden[rows.loss_mask], head).float()
     result = []
     for j, out in enumerate(predicted):
         mask = rows.loss_mask & rows.started(j)
         alpha = torch.zeros(mask.shape, device=mask.device)
-        alpha[mask] = _overlap(target[mask[rows.loss_mask]], F.linear(out[mask], head).float(), temperature)
+        drafted = drafting.logits(out[mask])
+        alpha[mask] = _overlap(target[mask[rows.loss_mask]], drafted, temperature, drafting.ids)
         result.append(alpha)
     return result
 
@@ -114,19 +143,25 @@ def chain_lengths(alphas: Sequence[Tensor], rows: DraftRows) -> Tensor:
 
     A product per start, then the mean over starts: easy and hard places do not average out inside the product.
     """
-    product = torch.ones_like(alphas[0])
-    total = torch.ones_like(alphas[0])
+    return 1 + torch.stack(chain_reach(alphas, rows)).sum(0)
+
+
+def chain_reach(alphas: Sequence[Tensor], rows: DraftRows) -> list[Tensor]:
+    """For every supervised start entry s, flat, and each k: prod_{j<=k} alpha_j[s + j], the probability that the drafts
+    of depths 0..k are all accepted."""
+    product, reach = torch.ones_like(alphas[0]), []
     for j, alpha in enumerate(alphas):
         # entry s + j at place s; a neighbour's entries are cut off by `started`, which needs position >= j there
         own = torch.where(rows.started(j), alpha, 0.0)
         product = product * F.pad(own[:, j:], (0, min(j, own.shape[1])))
-        total = total + product
-    return total[rows.loss_mask]
+        reach.append(product[rows.loss_mask])
+    return reach
 
 
-def _overlap(target_logits: Tensor, draft_logits: Tensor, temperature: float) -> Tensor:
-    """[n,V], [n,V] -> [n]. Temperature 0 compares the argmax tokens."""
+def _overlap(target_logits: Tensor, draft_logits: Tensor, temperature: float, ids: Tensor | None) -> Tensor:
+    """[n,V], [n,D] -> [n]. Temperature 0 compares the argmax tokens."""
     if temperature == 0:
-        return (target_logits.argmax(-1) == draft_logits.argmax(-1)).float()
+        best = draft_logits.argmax(-1)
+        return (target_logits.argmax(-1) == (best if ids is None else ids[best])).float()
     target, draft = (target_logits / temperature).softmax(-1), (draft_logits / temperature).softmax(-1)
-    return torch.minimum(target, draft).sum(-1)
+    return torch.minimum(target if ids is None else target[:, ids], draft).sum(-1)

@@ -13,10 +13,11 @@ from torch import Tensor
 from services.config.schema import ClusterConfig
 from services.core.errors import DataError, WeightError
 from services.models.drafter import DrafterMethod
-from services.models.files import drafter_dir, model_dir, read_config, read_tensors
+from services.models.files import model_dir, read_config, read_tensors
 from services.models.layers import model_spec
-from services.models.methods import drafter_method
+from services.models.methods import drafter_folder, drafter_method
 from services.models.target import check_tensors
+from services.models.vocabulary import D2T, T2D, draft_ids
 
 
 class DrafterState(TypedDict):
@@ -98,16 +99,28 @@ def read_drafter(folder: Path, method: DrafterMethod) -> dict[str, Tensor]:
     for name in method.engine_zeros().keys() & tensors.keys():
         if bool(tensors.pop(name).any()):
             raise DataError(f"{folder}: {name} is not zero, but drafters here have none: train the drafter without it")
-    if mapped := sorted({"d2t", "t2d"} & tensors.keys()):
-        raise DataError(
-            f"{folder} maps a reduced vocabulary to the target's ({', '.join(mapped)}), drafters here have none: "
-            "use a drafter of the whole vocabulary"
-        )
+    _take_mapping(folder, tensors, method)
     check_tensors(tensors, method.names(), "drafter")
     return tensors
+
+
+def _take_mapping(folder: Path, tensors: dict[str, Tensor], method: DrafterMethod) -> None:
+    """Remove the mapping of a head's rows to tokens, once it is known to be the method's."""
+    mapped = {name: tensors.pop(name) for name in (D2T, T2D) if name in tensors}
+    if mapped and method.draft_ids is None:
+        raise DataError(
+            f"{folder} maps a reduced vocabulary to the target's ({', '.join(sorted(mapped))}), but its config.json "
+            "has no draft_vocab_size: bring it in again with `longtail drafter import`"
+        )
+    own = method.draft_ids
+    if own is not None and draft_ids(mapped, len(own), method.target.vocab_size, str(folder)) != own:
+        raise DataError(
+            f"{folder}: {D2T} maps the rows of the head to other tokens than drafter.path: use the drafter that this "
+            "run began with"
+        )
 
 
 def initial_drafter_state(config: ClusterConfig) -> DrafterState:
     """Step 0 of a run, from the `drafter` folder that belongs to the model folder."""
     method = drafter_method(config.drafter, model_spec(read_config(model_dir(config.model.path))))
-    return fresh_state(read_drafter(drafter_dir(config.model.path, method.name), method), method)
+    return fresh_state(read_drafter(drafter_folder(config), method), method)

@@ -120,7 +120,7 @@ class DrafterTrainer:
         head = self.head
         self._grow_rope(rows.layout.segments.shape[1])
         predicted = unroll(self._drafter, rows, head.embed, self._rope, self.config.unroll)
-        return drafter_loss(predicted, rows, head.head, counts, self._terms)
+        return drafter_loss(predicted, rows, head.head, counts, self._terms, self._drafter.head(head.head))
 
     @torch.no_grad()
     def estimate(self, name: str, tensors: dict[str, Tensor], states: Sequence[HiddenStates]) -> AcceptanceEstimate:
@@ -133,7 +133,9 @@ class DrafterTrainer:
         for rows in self._pack(states):
             self._grow_rope(rows.layout.segments.shape[1])
             predicted = unroll(drafter, rows, self.head.embed, self._rope, depths)
-            alphas = expected_acceptance(predicted, rows, self.head.head, self.temperature)
+            alphas = expected_acceptance(
+                predicted, rows, self.head.head, self.temperature, drafter.head(self.head.head)
+            )
             for j, alpha in enumerate(alphas):
                 sums[j] += float(alpha.sum())
                 counts[j] += int((rows.loss_mask & rows.started(j)).sum())

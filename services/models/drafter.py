@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from services.models.layers import Attend, ModelSpec
 
 LAYER_PREFIX = "layers.0."
+OWN_HEAD = "lm_head.weight"
 
 
 def llama_layer(target: ModelSpec) -> ModelSpec:
@@ -54,6 +56,19 @@ class DraftStep(NamedTuple):
 
     hidden: Tensor
     predicted: Tensor
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """The LM head that a draft is drawn with: weight [D,H]. Row d is token `ids[d]` (int64 [D], rising) of the target's
+    vocabulary; None: the target's own head, where row v is token v."""
+
+    weight: Tensor
+    ids: Tensor | None = None
+
+    def logits(self, predicted: Tensor) -> Tensor:
+        """[...,H] -> float32 [...,D]."""
+        return F.linear(predicted, self.weight).float()
 
 
 class DraftNetwork(Protocol):
@@ -98,6 +113,11 @@ class DrafterMethod(ABC):
         """The target states in words."""
 
     @property
+    def draft_ids(self) -> tuple[int, ...] | None:
+        """Target token of each row of a head of the drafter's own, rising; None: it drafts with the target's head."""
+        return None
+
+    @property
     def state_size(self) -> int:
         """S, the width of the target states of one token."""
         return self.target.hidden_size * max(1, len(self.aux_layers))
@@ -109,6 +129,10 @@ class DrafterMethod(ABC):
     @abstractmethod
     def engine_zeros(self) -> dict[str, tuple[int, ...]]:
         """Tensors that SGLang's class has besides, always zero here. A file or load without them leaves random ones."""
+
+    def folder_constants(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What an exported file holds beside the trainable tensors."""
+        return {name: torch.zeros(shape, dtype=dtype) for name, shape in self.engine_zeros().items()}
 
     @abstractmethod
     def network(self, tensors: Mapping[str, Tensor]) -> DraftNetwork:
@@ -130,11 +154,12 @@ class DrafterMethod(ABC):
         for key, have in (("hidden_size", self.target.hidden_size), ("vocab_size", self.target.vocab_size)):
             if config.get(key) != have:
                 yield f"has {key} {config.get(key)}, the target has {have}: use the drafter made for this target"
-        reduced = config.get("draft_vocab_size")
-        if reduced not in (None, self.target.vocab_size):
+        found, own = config.get("draft_vocab_size"), None if self.draft_ids is None else len(self.draft_ids)
+        if found != own:
             yield (
-                f"has draft_vocab_size {reduced}, the target has {self.target.vocab_size} tokens: the columns of a "
-                "reduced head mean other tokens; use a drafter of the whole vocabulary"
+                f"has draft_vocab_size {found}, but this run's drafter has {own or 'the LM head of the target'}: the "
+                "rows of a head of its own mean other tokens; name its folder in drafter.path, or use a drafter that "
+                "shares the target's head (draft_vocab_size null)"
             )
 
 
@@ -147,6 +172,8 @@ class Drafter(nn.Module):
         self._names = tuple(method.names())
         for name, shape in method.names().items():
             self.register_parameter(self._key(name), nn.Parameter(torch.zeros(shape)))
+        ids = method.draft_ids
+        self.register_buffer("draft_ids", None if ids is None else torch.tensor(ids), persistent=False)
 
     @staticmethod
     def _key(name: str) -> str:
@@ -176,3 +203,9 @@ class Drafter(nn.Module):
 
     def network(self) -> DraftNetwork:
         return self.method.network(self.tensors())
+
+    def head(self, target_head: Tensor) -> DraftHead:
+        """Its own, which learns, else the target's [V,H], which gets no gradient."""
+        if self.method.draft_ids is None:
+            return DraftHead(target_head.detach())
+        return DraftHead(self.tensors()[OWN_HEAD], self.get_buffer("draft_ids"))

@@ -2,8 +2,9 @@
 three target layers' outputs at depth 0 and the drafter's own output later.
 
 As SGLang's LlamaForCausalLMEagle3 computes it: the residual stream is the un-normed hidden, the layer's output before
-the final norm goes to the next depth, behind it to the LM head. Embedding and LM head are the target's over its whole
-vocabulary (draft_vocab_size null), so there is no mapping of draft ids to target ids to get wrong.
+the final norm goes to the next depth, behind it to the LM head. Drafters made here share the target's embedding and LM
+head over its whole vocabulary (draft_vocab_size null). Published ones have a head of their own over some of the tokens:
+it is trained on, and the mapping of its rows to the target's tokens stays for good.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.core.errors import ConfigError
-from services.models.drafter import LAYER_PREFIX, DrafterMethod, DraftStep, llama_config, llama_layer
+from services.models.drafter import LAYER_PREFIX, OWN_HEAD, DrafterMethod, DraftStep, llama_config, llama_layer
 from services.models.layers import Attend, LayerWeights, ModelSpec, attend_and_mix, layer_weights, rms_norm
 from services.models.target import layer_shapes
+from services.models.vocabulary import mapping_tensors
 
 NUM_AUX = 3  # SGLang sizes the drafter's buffers for three
 SHALLOW = 12  # below this many layers EAGLE-3's own third choice, n - 4, would not be a high layer
@@ -78,6 +80,7 @@ class Eagle3(DrafterMethod):
     `layers`: the target layers read, from `pick_aux_layers`."""
 
     layers: tuple[int, ...]
+    draft_ids: tuple[int, ...] | None = None
 
     name = "eagle3"
     title = "EAGLE-3"
@@ -106,10 +109,15 @@ class Eagle3(DrafterMethod):
         }
         layer |= {"input_layernorm.weight": (h,), "hidden_norm.weight": (h,)}
         own = {"fc.weight": (h, self.state_size), "norm.weight": (h,)}
+        if self.draft_ids is not None:
+            own[OWN_HEAD] = (len(self.draft_ids), h)
         return own | {LAYER_PREFIX + name: shape for name, shape in layer.items()}
 
     def engine_zeros(self) -> dict[str, tuple[int, ...]]:
         return {}
+
+    def folder_constants(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {} if self.draft_ids is None else mapping_tensors(self.draft_ids, self.target.vocab_size)
 
     def network(self, tensors: Mapping[str, Tensor]) -> Eagle3Network:
         spec = self.spec
@@ -126,7 +134,7 @@ class Eagle3(DrafterMethod):
         return llama_config(self.spec, target_config) | {
             "architectures": [self.architecture],
             "target_hidden_size": self.target.hidden_size,
-            "draft_vocab_size": None,
+            "draft_vocab_size": None if self.draft_ids is None else len(self.draft_ids),
             "eagle_config": self._eagle_config(),
         }
 

@@ -76,7 +76,7 @@ def grow_target(source: Path, folder: Path, options: GrowOptions) -> Grown:
             return new_layer_tensor(name, shapes[name], tensors.dtype, growth)
 
         grown = _write_weights(folder, shapes, make, options.dtype, tensors)
-    _copy_tokenizer(source, folder)
+    copy_tokenizer(source, folder)
     _write_json(folder / GROWN_FILE, _record(source, growth, grown))
     _write_json(folder / "config.json", grown_config(config, growth, options.dtype))
     return grown
@@ -103,6 +103,8 @@ def grow_drafter(source: Path, folder: Path, target: Path, options: GrowOptions)
 
 def _drafter_spec(folder: Path, config: Mapping[str, Any], target: ModelSpec) -> ModelSpec:
     """The drafter's numbers, once they are known to be the target's."""
+    if config.get("draft_vocab_size") is not None:
+        raise DataError(f"{folder} has an LM head of its own (draft_vocab_size): grow one that shares its target's")
     spec = model_spec(config)
     for key in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
         if getattr(spec, key) != getattr(target, key):
@@ -253,7 +255,7 @@ def _record(source: Path, growth: Growth, grown: Grown) -> dict[str, Any]:
     }
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
+def copy_tokenizer(source: Path, folder: Path) -> None:
     for pattern in _TOKENIZER_FILES:
         for file in source.glob(pattern):
             shutil.copy2(file, folder / file.name)

@@ -10,9 +10,9 @@ from typing import Any
 from services.config.schema import ClusterConfig, SGLangEngine
 from services.core.errors import ConfigError
 from services.models.drafter import DrafterMethod
-from services.models.files import drafter_dir, model_dir, read_config
+from services.models.files import model_dir, read_config
 from services.models.layers import ModelSpec, model_spec
-from services.models.methods import drafter_method
+from services.models.methods import drafter_folder, drafter_method
 from services.models.target import target_names
 from services.models.tokenizer import load_tokenizer
 from services.rollout.sglang.arguments import engine_arguments
@@ -54,12 +54,14 @@ def build_sglang_engine(config: ClusterConfig, engine: SGLangEngine, slot: int, 
 def slot_arguments(config: ClusterConfig, engine: SGLangEngine, slot: int) -> dict[str, Any]:
     """Keyword arguments of the slot's `sglang.Engine`, checked."""
     folder, strategy = model_dir(config.model.path), _deepest(config)
-    model_config, drafter_folder = read_config(folder), drafter_dir(config.model.path, config.drafter.method)
+    model_config, start = read_config(folder), drafter_folder(config)
     if strategy.drafter == "eagle":
-        _check_drafter_folder(drafter_method(config.drafter, model_spec(model_config)), drafter_folder)
+        method = drafter_method(config.drafter, model_spec(model_config))
+        _check_drafter_folder(method, start)
+        _check_sampled(method, strategy)
     seed = (config.run.seed * 1009 + slot) % 2**31
     order = switch_order(config, engine, slot)
-    return engine_arguments(config, engine, strategy, (folder, model_config), drafter_folder, seed, order)
+    return engine_arguments(config, engine, strategy, (folder, model_config), start, seed, order)
 
 
 def _deepest(config: ClusterConfig) -> DraftStrategy:
@@ -72,6 +74,16 @@ def _shapes(spec: ModelSpec, strategy: DraftStrategy, method: DrafterMethod) -> 
     if strategy.drafter == "eagle":
         shapes["drafter"] = method.names()
     return shapes
+
+
+def _check_sampled(method: DrafterMethod, strategy: DraftStrategy) -> None:
+    """Rejection sampling compares distributions over the target's tokens, and a head of the drafter's own has others:
+    nobody has seen SGLang bring the two together."""
+    if strategy.sampled and method.draft_ids is not None:
+        raise ConfigError(
+            f"the drafter has an LM head of its own, over {len(method.draft_ids)} tokens: SGLang verifies its drafts "
+            "by argmax only; set sampled: false in every strategy of speculation.selector"
+        )
 
 
 def _check_drafter_folder(method: DrafterMethod, folder: Path) -> None:

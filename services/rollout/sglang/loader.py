@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from services.core.errors import WeightError
+from services.models.drafter import OWN_HEAD
 
 PREFIX = "longtail"
 VERSION = "longtail_version"  # attribute of SGLang's model; None before the first load
@@ -82,9 +83,9 @@ _FUSED |= {"up_proj": "gate_up_proj"}
 
 def _known(parameters: Set[str], kind: str, name: str) -> bool:
     """Whether `name` has a parameter: SGLang fuses q, k, v and gate, up, and a drafter's names lack "model."; with it,
-    they would be a policy's."""
+    they would be a policy's. Its own head, where it has one, lies beside that."""
     fused = ".".join(_FUSED.get(piece, piece) for piece in name.split("."))
-    return (f"model.{fused}" if kind == "drafter" else fused) in parameters
+    return (f"model.{fused}" if kind == "drafter" and name != OWN_HEAD else fused) in parameters
 
 
 def serve_parts(tensors: Mapping[str, Tensor], part_bytes: int) -> list[list[tuple[str, Tensor]]]:

@@ -27,7 +27,7 @@ def fused_name(name: str) -> tuple[str, int]:
 class FusedModel(nn.Module):
     """`names`: the tensors of a version and their shapes. `prefix` "model." makes it a drafter, whose load_weights
     takes a name with the prefix for the same name without, as EAGLE-3's class does: a policy's layer 0 would land
-    here."""
+    here. A head lies beside the model in either."""
 
     def __init__(self, names: Mapping[str, tuple[int, ...]], prefix: str = "") -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class FusedModel(nn.Module):
         rows: dict[str, int] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in sorted(names.items(), key=lambda item: fused_name(item[0])):
-            whole = prefix + fused_name(name)[0]
+            whole = ("" if name == "lm_head.weight" else prefix) + fused_name(name)[0]
             self._places[name] = (whole, rows.get(whole, 0), shape[0])
             rows[whole] = rows.get(whole, 0) + shape[0]
             shapes[whole] = (rows[whole], *shape[1:])

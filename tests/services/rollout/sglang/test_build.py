@@ -23,6 +23,8 @@ from services.config.schema import (
 from services.config.speculation import AdaptiveSelector, FixedSelector, SpeculationConfig, StrategyConfig, eagle_chain
 from services.core.errors import ConfigError, DataError
 from services.core.types import SamplingParams, ServedVersions
+from services.drafter.export import write_drafter_folder
+from services.models.eagle3 import Eagle3
 from services.models.methods import drafter_method
 from services.models.tokenizer import character_tokenizer
 from services.rollout.service import build_rollout_service
@@ -123,6 +125,26 @@ def test_row_66_names_and_seeds_differ_by_slot(folder: Path) -> None:
     assert slot_arguments(config_of(folder, seed=2**40), engine_of(config_of(folder)), 1)["random_seed"] < 2**31
     others = [{k: v for k, v in arguments.items() if k != "random_seed"} for arguments, _ in starts.seen]
     assert all(o == others[0] for o in others), "no port or other name is chosen here"
+
+
+def test_a_drafter_with_a_head_of_its_own_drafts_by_argmax_only(folder: Path, tmp_path: Path) -> None:
+    """It starts from drafter.path, with shapes that include its head; sampled drafts are refused."""
+    method = Eagle3(spec_of(MODEL), (0, 1, 2), (1, 5, 9, 30))
+    own = tmp_path / "own"
+    config = json.loads((folder / "config.json").read_text())
+    write_drafter_folder(random_drafter(method.target, method=method), method, config, own)
+    argmax = StrategyConfig(drafter="eagle", depth=2, num_draft_tokens=3, sampled=False)
+    for strategy in (argmax, EAGLE):
+        made = config_of(folder, strategy, "eagle3").model_copy(
+            update={"drafter": DrafterConfig(method="eagle3", path=own)}
+        )
+        if strategy.sampled:
+            with pytest.raises(ConfigError, match=r"LM head of its own, over 4 tokens.*set sampled: false"):
+                slot_arguments(made, engine_of(made), 0)
+        else:
+            arguments = slot_arguments(made, engine_of(made), 0)
+            assert arguments["speculative_draft_model_path"] == str(own)
+    assert method.names()["lm_head.weight"] == (4, 32)
 
 
 @pytest.mark.parametrize(

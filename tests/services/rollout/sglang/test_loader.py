@@ -103,6 +103,18 @@ def test_row_24_the_hazard_is_real() -> None:
     assert not same(draft.tensors(), drafter_tensors(eagle))
 
 
+def test_a_head_of_the_drafters_own_lies_beside_its_model() -> None:
+    """Where a target has its head too: the order, not the name, says whose it is."""
+    method = Eagle3(spec_of(tiny_model("llama", 32, num_hidden_layers=4)), (0, 1, 2), (1, 4, 9))
+    tensors = random_drafter(method.target, method=method)
+    draft = drafter(method)
+    load(draft, "drafter", 5, tensors)
+    assert same(draft.tensors(), tensors) and served_version(draft) == 5
+    shared = drafter(methods("llama")[1])
+    with pytest.raises(WeightError, match=r"the engine's model has no \['lm_head.weight'\]"):
+        load(shared, "drafter", 1, tensors)
+
+
 @pytest.mark.parametrize("method", methods("llama"), ids=lambda m: m.name)
 def test_a_drafters_name_with_the_targets_prefix_is_unknown(method: DrafterMethod) -> None:
     """Only names without "model." are a drafter's, so that a policy's tensors cannot pass for them one by one."""
