@@ -57,7 +57,7 @@ def settings_for(host: str, token: Token | None, allow_hosts: tuple[str, ...]) -
                 f"{host} can be reached from other machines: set {VARIABLE} to a token of your own, or serve "
                 "without control (--read-only)"
             )
-        names = (*LOOPBACK_NAMES, *(() if host in ("0.0.0.0", "::") else (_in_url(host),)))
+        names = (*LOOPBACK_NAMES, *(() if host in ("0.0.0.0", "::") else (in_url(host),)))
     return Settings(token=token.value if token else None, hosts=(*names, *(h.lower() for h in allow_hosts)))
 
 
@@ -69,9 +69,9 @@ def serve_page(
     token = None if read_only else control_token()
     settings = settings_for(host, token, allow_hosts)
     app = build_app(source, None if token is None else ProcessChannel(runs_dir, address), settings)
-    listening = _listen(host, port)
-    _raise_file_limit()
-    CONSOLE.print(f"runs in {runs_dir}: http://{_in_url(host)}:{listening.getsockname()[1]}/")
+    listening = listen(host, port)
+    raise_file_limit()
+    CONSOLE.print(f"runs in {runs_dir}: http://{in_url(host)}:{listening.getsockname()[1]}/")
     CONSOLE.print("read-only" if token is None else f"control token: in {token.source}")
     config = uvicorn.Config(
         app, http=PatientProtocol, ws="none", log_level="warning", server_header=False, access_log=False,
@@ -81,11 +81,11 @@ def serve_page(
     uvicorn.Server(config).run(sockets=[listening])
 
 
-def _in_url(host: str) -> str:
+def in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Bound before anything is printed, so that the address that is told is the one that answers."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -100,7 +100,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _raise_file_limit() -> None:
+def raise_file_limit() -> None:
     """Every connection is a file; the usual soft limit of 1024 is less than we take."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + 200

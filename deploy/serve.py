@@ -37,7 +37,13 @@ class LiveArguments(BaseModel):
     num_cpus: float = 0.2
 
 
-def live(args: LiveArguments) -> serve.Application:
+def live(args: dict[str, Any]) -> serve.Application:
+    """What a Serve config names. Serve makes a model of the arguments only where it finds the class itself as the
+    annotation, and postponed annotations are text."""
+    return live_page(LiveArguments.model_validate(args))
+
+
+def live_page(args: LiveArguments) -> serve.Application:
     """The application; one replica, because readers are cheap and share its answers."""
 
     def build() -> Any:

@@ -38,6 +38,8 @@ class _Server:
             return os.getpid(), 0.0
         if method == "predict_gain":
             return None, 0.0
+        if method == "selector_state":
+            return self._model.selector_state(now)
         if method == "open_epoch":
             self._epoch = args[0]
             return self._model.open_epoch(self._epoch, now)

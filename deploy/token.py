@@ -39,7 +39,7 @@ def control_token() -> Token:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make(path)
-        value = _read(path)
+        value = read_token(path)
     except OSError as error:
         raise ConfigError(f"the token file {path} cannot be used ({error.strerror}): set {VARIABLE} instead") from error
     return Token(value, str(path), chosen=False)
@@ -62,7 +62,8 @@ def _make(path: Path) -> None:
         temporary.unlink()
 
 
-def _read(path: Path) -> str:
+def read_token(path: Path) -> str:
+    """Raises ConfigError when others can read the file, or when it is empty; OSError when it cannot be read."""
     with open(path, encoding="ascii", errors="replace") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         if mode & 0o077:

@@ -13,7 +13,7 @@ _DNS_LABEL = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
 _IMAGE_NAME = re.compile(r"^(?P<name>[^\s@]+?)(?::(?P<tag>[\w][\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?$")
 
 
-OVERLAYS = ("job", "job-http", "job-kueue", "job-volcano", "cluster", "service")
+OVERLAYS = ("job", "job-http", "job-kueue", "job-volcano", "cluster", "service", "serving")
 IMAGE = "longtail"  # what the manifests call the image; kustomize's `images` puts registry and tag in
 DEFAULT_IMAGE = "longtail:0.1.0"
 DEFAULT_NAMESPACE = "longtail"

@@ -26,12 +26,14 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PodOptions:
-    """`config_map`: mounted on the head as the run's configuration. `token`: the pod may call the Kubernetes API."""
+    """`config_map`: mounted on the head as the run's configuration. `token`: the pod may call the Kubernetes API.
+    `secrets`: environment variables, each with the name of a Secret whose key `token` it is."""
 
     labels: Mapping[str, str]
     config_map: str | None = None
     serve: bool = False
     token: bool = False
+    secrets: tuple[tuple[str, str], ...] = ()
 
 
 def ray_group(group: Group, options: PodOptions) -> Manifest:
@@ -110,6 +112,7 @@ def _container(group: Group, options: PodOptions) -> Manifest:
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
             # Longer than a head takes to come back, for clusters whose GCS survives it.
             {"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "300"},
+            *({"name": n, "valueFrom": {"secretKeyRef": {"name": s, "key": "token"}}} for n, s in options.secrets),
         ],
         "ports": _ports(head, options.serve),
         "resources": resources(str(group.cpu_limit), _gib(group.memory), group.gpus),

@@ -57,7 +57,7 @@ def ray_cluster(head: Group, workers: tuple[Group, ...]) -> Manifest:
 
 def ray_service(head: Group, namespace: str) -> Manifest:
     """The page of the runs on the volume, `deploy.serve:live`: read-only, because the runs are in other Ray clusters,
-    whose coordinators it cannot ask. No model is served yet."""
+    whose coordinators it cannot ask."""
     options = PodOptions(run_labels("longtail-page"), serve=True, token=True)
     page = Group("page", ("page",), 1, 2, 0, 4 * GIB, GIB)
     service = "longtail-page-serve-svc"  # the operator's name for it
@@ -74,6 +74,27 @@ def ray_service(head: Group, namespace: str) -> Manifest:
         "rayClusterConfig": _cluster(replace(head, object_store=GIB), (page,), options, autoscale=True),
     }
     return _object("RayService", "longtail-page", spec, options.labels)
+
+
+def ray_serving(head: Group, workers: Group, run_id: str) -> Manifest:
+    """The policy and drafter of a run on the volume behind the OpenAI API, `deploy.serving:served`. To swap, edit the
+    source in `user_config`: the operator hands it to the replicas that run."""
+    secrets = (("LONGTAIL_TOKEN", "longtail-serving"),)
+    options = PodOptions(run_labels("longtail-serving"), serve=True, token=True, secrets=secrets)
+    source = {"path": f"{DATA}/runs/{run_id}", "checkpoint": "newest"}
+    application = {
+        "name": "longtail-serving",
+        "route_prefix": "/",
+        "import_path": "deploy.serving:served",
+        "args": {"source": source, "min_replicas": workers.pods, "max_replicas": 2 * workers.pods},
+        "deployments": [{"name": "model", "user_config": dict(source)}],
+    }
+    serve = {"http_options": {"host": "0.0.0.0", "port": SERVE}, "applications": [application]}
+    spec = {
+        "serveConfigV2": yaml.safe_dump(serve, sort_keys=False),
+        "rayClusterConfig": _cluster(replace(head, object_store=GIB), (workers,), options, autoscale=True),
+    }
+    return _object("RayService", "longtail-serving", spec, options.labels)
 
 
 def _object(kind: str, name: str, spec: Manifest, labels: dict[str, str]) -> Manifest:

@@ -68,6 +68,13 @@ def worker_groups(config: ClusterConfig, slots_per_pod: int = 1) -> tuple[Group,
     return _rollout(config, min(slots_per_pod, config.rollout.num_servers)), _policy(config)
 
 
+def serving_group(config: ClusterConfig) -> Group:
+    """Pods of one model server each; beside it there is room for the HTTP side."""
+    place = config.placement
+    cpus, gpus = _whole(place.cpus_per_slot) + 1, _whole(place.gpus_per_slot)
+    return _group(config, "serving", ("serving",), 2, cpus, gpus, _SLOT_BYTES[gpus > 0])
+
+
 def _all_on_one_gpu(config: ClusterConfig) -> bool:
     place = config.placement
     wanted = config.rollout.num_servers * place.gpus_per_slot + place.policy_workers * place.policy_gpus

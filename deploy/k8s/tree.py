@@ -6,8 +6,8 @@ from deploy.k8s.components import components
 from deploy.k8s.config import cluster_config, moved_paths
 from deploy.k8s.monitoring import monitoring_tree
 from deploy.k8s.options import RenderOptions
-from deploy.k8s.ray_objects import ray_cluster, ray_job, ray_service, run_labels
-from deploy.k8s.sizing import head_group, worker_groups
+from deploy.k8s.ray_objects import ray_cluster, ray_job, ray_service, ray_serving, run_labels
+from deploy.k8s.sizing import head_group, serving_group, worker_groups
 from deploy.k8s.support import (
     api_server_policy,
     disruption_budgets,
@@ -29,6 +29,7 @@ def render_tree(config: ClusterConfig, options: RenderOptions) -> dict[str, str]
         **_job_variants(),
         **_cluster(config, options),
         **_service(config, options),
+        **_serving(config, options),
         **components(),
         **monitoring_tree(options.namespace),
     }
@@ -130,10 +131,25 @@ def _service(config: ClusterConfig, options: RenderOptions) -> dict[str, str]:
     return {
         "overlays/service/rayservice.yaml": manifest_text(
             "The page of the runs on the volume, read-only: port-forward service/longtail-page-serve-svc 8000. Put the "
-            "names under which people reach it into allow_hosts. No model is served yet.",
+            "names under which people reach it into allow_hosts.",
             ray_service(head_group(config), options.namespace),
         ),
         **_autoscaled("service", "rayservice.yaml", "The page of the runs; its GCS survives its head.", options),
+    }
+
+
+def _serving(config: ClusterConfig, options: RenderOptions) -> dict[str, str]:
+    return {
+        "overlays/serving/rayservice.yaml": manifest_text(
+            "The policy and the drafter of a run on the volume behind the OpenAI API: port-forward "
+            "service/longtail-serving-serve-svc 8000. Token: kubectl create secret generic longtail-serving "
+            "--from-literal=token=$(openssl rand -hex 24). To swap to another checkpoint, edit user_config: args start "
+            "other replicas.",
+            ray_serving(head_group(config), serving_group(config), options.run_id),
+        ),
+        **_autoscaled(
+            "serving", "rayservice.yaml", "A model behind the OpenAI API; its GCS survives its head.", options
+        ),
     }
 
 

@@ -28,6 +28,17 @@ class RequestError(LongtailError):
     """A rollout request the engine cannot serve (too long, bad sampling parameters); nothing was started."""
 
 
+class OverloadedError(LongtailError):
+    """A server has as much work waiting as it takes; nothing was started. Try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[type[OverloadedError], tuple[str, int]]:
+        return type(self), (str(self), self.retry_after_s)
+
+
 class WeightError(LongtailError):
     """A weight load was refused (nothing matched, wrong shape, not finite); the receiver keeps what it had."""
 

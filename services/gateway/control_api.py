@@ -40,6 +40,13 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
+def bears(request: Request, token: str) -> bool:
+    """Whether the request carries the token; compared in constant time."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    right = hmac.compare_digest(given.strip().encode(), token.encode())
+    return scheme.lower() == "bearer" and right
+
+
 def guarded_route(token: str | None) -> type[APIRoute]:
     """A route that looks at the token before anything else: who has none learns nothing about runs or bodies. (A
     dependency would run after the body was parsed.)"""
@@ -47,9 +54,7 @@ def guarded_route(token: str | None) -> type[APIRoute]:
     def authorise(request: Request) -> None:
         if token is None:
             raise HTTPException(403, "this server is read-only: start it with a token to control runs")
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode(), token.encode())
-        if scheme.lower() != "bearer" or not right:
+        if not bears(request, token):
             raise HTTPException(401, "send the token as `Authorization: Bearer TOKEN`", {"WWW-Authenticate": "Bearer"})
 
     class GuardedRoute(APIRoute):

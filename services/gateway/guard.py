@@ -45,11 +45,15 @@ class Refused(Exception):
         self.status, self.detail = status, detail
 
 
-class Guard:
-    """The ASGI application around `app`."""
+def _detail(_status: int, reason: str) -> dict[str, str]:
+    return {"detail": reason}
 
-    def __init__(self, app: App, settings: Settings) -> None:
-        self.app, self._settings = app, settings
+
+class Guard:
+    """The ASGI application around `app`. `refusal` makes the body of an answer in its place, of status and reason."""
+
+    def __init__(self, app: App, settings: Settings, refusal: Callable[[int, str], Any] = _detail) -> None:
+        self.app, self._settings, self._refusal = app, settings, refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -58,7 +62,7 @@ class Guard:
             elif scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             return
-        answer = _Answer(send)
+        answer = _Answer(send, self._refusal)
         try:
             self._check(scope)
             async with asyncio.timeout(self._settings.request_s):
@@ -112,8 +116,8 @@ class Guard:
 class _Answer:
     """Adds the headers, and answers in the application's place when it may not go on."""
 
-    def __init__(self, send: Send) -> None:
-        self._send, self._started = send, False
+    def __init__(self, send: Send, refusal: Callable[[int, str], Any]) -> None:
+        self._send, self._refusal, self._started = send, refusal, False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -128,7 +132,7 @@ class _Answer:
         the server, which sees that it has no end."""
         if self._started:
             return
-        content = json.dumps({"detail": detail}).encode()
+        content = json.dumps(self._refusal(status, detail)).encode()
         fields = {"content-type": "application/json", "content-length": str(len(content)), "connection": "close"}
         headers = [(n.encode(), v.encode()) for n, v in fields.items()]
         await self.send({"type": "http.response.start", "status": status, "headers": headers})

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from services.core.selector import SelectorState
-from services.core.types import GroupWork, Rollout, RunningRequest, ServedVersions, StrategySpan
+from services.core.types import GroupWork, PartialRollout, Rollout, RunningRequest, ServedVersions, StrategySpan
 from services.rollout.request import Withdrawn
 from services.speculation.gain import Predicts
 from services.speculation.strategy import DraftStrategy
@@ -58,6 +58,9 @@ class RolloutEngine(Protocol):
     def submit(self, work: GroupWork) -> None:
         """Queue it. A rollout with a partial goes on from there; the rest is drawn with fresh random numbers that
         follow from its seed and the number of tokens already there."""
+
+    def peek(self, rollout_ids: Collection[str]) -> tuple[PartialRollout, ...]:
+        """What there is of these rollouts so far, which go on; those that do not run here are left out."""
 
     def withdraw(self, rollout_ids: Collection[str]) -> Withdrawn:
         """Stop these rollouts and hand back what there is of them; ids that do not run here are passed over."""

@@ -17,7 +17,15 @@ from torch import Tensor
 from services.core.errors import RequestError, WeightError
 from services.core.protocols import Clock
 from services.core.selector import SelectorState
-from services.core.types import FinishReason, GroupWork, Rollout, RunningRequest, ServedVersions, StrategySpan
+from services.core.types import (
+    FinishReason,
+    GroupWork,
+    PartialRollout,
+    Rollout,
+    RunningRequest,
+    ServedVersions,
+    StrategySpan,
+)
 from services.models.sampling import SamplingTensors, check_sampling, sampling_tensors, uniforms
 from services.models.target import TargetModel, check_names, target_names
 from services.rollout.choices import FORCED, ChoiceLog
@@ -128,6 +136,9 @@ class NativeEngine:
         self._rows.count = 0
         self._sampling.clear()
         return tuple(dropped)
+
+    def peek(self, rollout_ids: Collection[str]) -> tuple[PartialRollout, ...]:
+        return tuple(r.partial() for r in self._requests if r.rollout_id in rollout_ids)
 
     def withdraw(self, rollout_ids: Collection[str]) -> Withdrawn:
         """Rows are freed from the last to the first, as at the end of a round."""

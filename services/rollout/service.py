@@ -203,12 +203,23 @@ class RolloutService:
 
 def build_rollout_service(config: ClusterConfig, slot: int, clock: Clock = time.monotonic) -> RolloutService:
     """The rollout server of one slot; weights arrive by load_policy / load_drafter."""
-    strategies = {s.name: s for s in (OFF, *(draft_strategy(c) for c in config.speculation.strategies))}
-    engine_config = config.rollout.engine
-    if not isinstance(engine_config, NativeEngineConfig):
-        return RolloutService(build_sglang_engine(config, engine_config, slot), strategies, clock)
-    engine, after_load = _native_engine(config, engine_config, list(strategies.values()), slot, clock)
-    return RolloutService(engine, strategies, clock, after_load)
+    engine, after_load = build_engine(config, slot, clock)
+    return RolloutService(engine, {s.name: s for s in _strategies(config)}, clock, after_load)
+
+
+def build_engine(
+    config: ClusterConfig, slot: int, clock: Clock = time.monotonic
+) -> tuple[RolloutEngine, Callable[[], None] | None]:
+    """The engine of one slot without weights, and what it has to do behind a load of them."""
+    engine = config.rollout.engine
+    if not isinstance(engine, NativeEngineConfig):
+        return build_sglang_engine(config, engine, slot), None
+    return _native_engine(config, engine, _strategies(config), slot, clock)
+
+
+def _strategies(config: ClusterConfig) -> list[DraftStrategy]:
+    """What may be chosen, OFF always among it."""
+    return list(dict.fromkeys((OFF, *(draft_strategy(c) for c in config.speculation.strategies))))
 
 
 def _native_engine(

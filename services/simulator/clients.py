@@ -123,10 +123,10 @@ class SimulatedRollout(_Process):
         raise ConfigError("a simulation takes hidden states from the policy trainer: set drafter.states: policy")
 
     def selector_state(self) -> Call:
-        return self.ask("selector_state", lambda _: (self._model.selector_state(), 0.0))
+        return self.ask("selector_state", self._model.selector_state)
 
     def restore_selector(self, state: SelectorState, epoch: int) -> Call:
-        return self._leased("restore_selector", epoch, lambda _: (self._model.restore_selector(state), 0.0))
+        return self._leased("restore_selector", epoch, lambda now: self._model.restore_selector(state, now))
 
     def predict_gain(self, work: Workload) -> Call:
         """Nobody predicts here: nothing that the coordinator decides depends on it."""

@@ -152,11 +152,11 @@ class ServerModel:
         self._forced = None if name is None else self._by_name[name]
         return None, 0.0
 
-    def selector_state(self) -> SelectorState | None:
-        return None if self._policy is None else selector_state(self._selector, PLACE)
+    def selector_state(self, now: float) -> tuple[SelectorState | None, float]:
+        return None if self._policy is None else selector_state(self._selector, PLACE), 0.0
 
-    def restore_selector(self, state: SelectorState) -> bool:
-        return restore_selector(self._selector, state, PLACE)
+    def restore_selector(self, state: SelectorState, now: float) -> tuple[bool, float]:
+        return restore_selector(self._selector, state, PLACE), 0.0
 
     def _new_law(self) -> None:
         version = -1 if self._drafter is None else self._drafter

@@ -18,7 +18,7 @@ from ray import serve
 
 from deploy.naming import NAMESPACE, actor_name
 from deploy.processes import descendants, end_processes
-from deploy.serve import LiveArguments, live
+from deploy.serve import live
 from services.coordinator.control import Control, ControlRequest
 from services.core.types import ControlState
 from tests.deploy.page_process import TOKEN
@@ -58,7 +58,7 @@ def url(root: Path) -> Iterator[str]:
              log_to_driver=False)  # fmt: skip
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(live(LiveArguments(runs_dir=str(root))), name="live", route_prefix="/")
+        serve.run(live({"runs_dir": str(root)}), name="live", route_prefix="/")
         yield f"http://127.0.0.1:{port}"
         serve.shutdown()
     finally:
@@ -99,4 +99,4 @@ def test_it_serves_the_page_and_controls_runs_by_their_actors(url: str, root: Pa
 
 def test_a_wrong_argument_is_told() -> None:
     with pytest.raises(ValidationError, match="run_dir"):
-        LiveArguments.model_validate({"run_dir": "x"})
+        live({"run_dir": "x"})

@@ -21,6 +21,7 @@ from services.core.types import (
     GroupWork,
     HiddenStateChunk,
     MemorySwitch,
+    PartialRollout,
     Rollout,
     RunningRequest,
     ServedVersions,
@@ -172,6 +173,13 @@ class SGLangEngine:
         request.serve(self._versions)
         return request
 
+    def peek(self, rollout_ids: Collection[str]) -> tuple[PartialRollout, ...]:
+        """Of the newest news that `step` has looked at."""
+        return tuple(self._partial(r) for r in self._requests.values() if r.rollout_id in rollout_ids)
+
+    def _partial(self, request: Request) -> PartialRollout:
+        return request.partial_of((request.response_ids, request.logprobs), self._part_acceptance(request))
+
     def withdraw(self, rollout_ids: Collection[str]) -> Withdrawn:
         """Cut the responses where SGLang's news of them end now. What it generates until it hears of that is dropped
         unseen, so that the cut does not depend on it."""
@@ -184,8 +192,7 @@ class SGLangEngine:
             self._window += 1  # the states of a prefix that one of them computed belong to no rollout of this server
         if out and not self._requests:
             self._handle.abort_all()  # returns when nothing is left: the slot may get another holder
-        partials = (r.partial_of((r.response_ids, r.logprobs), self._part_acceptance(r)) for r in requests)
-        return Withdrawn(tuple(partials), finished)
+        return Withdrawn(tuple(self._partial(r) for r in requests), finished)
 
     def abort(self) -> tuple[str, ...]:
         dropped = tuple(r.rollout_id for r in self._requests.values())

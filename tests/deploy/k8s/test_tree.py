@@ -17,6 +17,9 @@ from deploy.k8s.render import write_tree
 from deploy.k8s.tree import render_tree
 from deploy.k8s.validate import check_stream, validate_path
 from deploy.placement import HEAD, POLICY, ROLLOUT, role_selector
+from deploy.serve import LiveArguments
+from deploy.serving import APPLICATION, MODEL, ServeArguments
+from deploy.serving_source import ModelSource
 from services.config.load import load_config, parse_config
 from services.config.schema import ClusterConfig
 from services.core.errors import ConfigError
@@ -130,7 +133,7 @@ def test_queues_know_the_job_by_its_label(overlay: str, label: str) -> None:
     assert one(manifests_of(GPU, overlay), "RayJob")["metadata"]["labels"][label] == "longtail"
 
 
-@pytest.mark.parametrize("overlay", ["job", "cluster", "service"])
+@pytest.mark.parametrize("overlay", ["job", "cluster", "service", "serving"])
 def test_the_gcs_survives_on_redis_in_every_kind(overlay: str, tmp_path: Path) -> None:
     """Ships with cluster and service; a job may add it."""
     write_tree(tree_of(GPU), tmp_path)
@@ -149,7 +152,7 @@ def test_the_gcs_survives_on_redis_in_every_kind(overlay: str, tmp_path: Path) -
     assert address == f"{redis['metadata']['name']}:{redis['spec']['ports'][0]['port']}"
 
 
-@pytest.mark.parametrize("overlay", ["cluster", "service"])
+@pytest.mark.parametrize("overlay", ["cluster", "service", "serving"])
 def test_autoscaler_v2_and_token_authentication(overlay: str) -> None:
     (ray,) = [m for m in manifests_of(GPU, overlay) if m["apiVersion"] == "ray.io/v1"]
     spec = ray["spec"].get("rayClusterConfig") or ray["spec"]
@@ -159,6 +162,20 @@ def test_autoscaler_v2_and_token_authentication(overlay: str) -> None:
     assert {g["template"]["spec"]["restartPolicy"] for g in pods} == {"Never"}
     # Only the head's autoscaler calls the Kubernetes API.
     assert [g["template"]["spec"]["automountServiceAccountToken"] for g in pods] == [True] + [False] * (len(pods) - 1)
+
+
+def test_the_serve_configs_are_what_the_applications_take() -> None:
+    """They travel as text that only the application itself reads."""
+    for overlay, model in (("service", LiveArguments), ("serving", ServeArguments)):
+        service = one(manifests_of(GPU, overlay), "RayService")
+        (app,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+        args = model.model_validate(app["args"])
+        if isinstance(args, ServeArguments):
+            (model_server,) = app["deployments"]
+            assert ModelSource.model_validate(model_server["user_config"]) == args.source
+            assert (app["name"], model_server["name"]) == (APPLICATION, MODEL)
+            (worker,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+            assert (worker["minReplicas"], worker["maxReplicas"]) == (args.min_replicas, args.max_replicas)
 
 
 def test_budgets_protect_the_head_and_the_policy_trainer() -> None:
