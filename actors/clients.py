@@ -7,12 +7,15 @@ control message and is checked for smuggled tensors, on the way out and on the w
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from services.core.checkpoints import CheckpointNote
 from services.core.control import refuse_tensors
@@ -46,20 +49,27 @@ def reachable_host(bound: str) -> str:
 
 
 class RayCall:
-    """One reference to a control answer. Losing the actor, in whatever way Ray says it, is ServiceLostError."""
+    """A call and its control answer. Losing the actor, in whatever way Ray says it, is ServiceLostError."""
 
     def __init__(self, ref: Any, name: str, method: str) -> None:
-        self.ref = ref
+        self._future: Future[Any] = ref.future()
         self._name = name
         self.what = f"{name}.{method}"
 
+    @property
+    def answered(self) -> bool:
+        return self._future.done()
+
+    def tell(self, news: threading.Event) -> None:
+        """Set `news`, from a thread of Ray's, once the call is answered."""
+        self._future.add_done_callback(lambda _: news.set())
+
     def result(self, timeout_s: float) -> Any:
+        wait([self._future], timeout_s)
+        if not self.answered:
+            raise WaitTimeoutError(f"{self.what} did not answer within {timeout_s:.0f} s: see the actor's log")
         try:
-            answer = ray.get(self.ref, timeout=timeout_s)
-        except GetTimeoutError:
-            raise WaitTimeoutError(
-                f"{self.what} did not answer within {timeout_s:.0f} s: see the actor's log"
-            ) from None
+            answer = self._future.result()
         except RayActorError as error:  # ActorDiedError and ActorUnavailableError are kinds of it
             raise ServiceLostError(self._name, " ".join(str(error).split())[:300]) from None
         except RayTaskError as error:
@@ -77,20 +87,31 @@ class RayCall:
 
 
 class RayWaiter:
-    """`sleep` passes the time when nothing is outstanding but a timer is."""
+    """Is told of answers instead of asking Ray for them: with a thousand calls under way one `ray.wait` takes longer
+    than all that the coordinator does with an answer. `sleep` passes the time when nothing is outstanding but a timer
+    is."""
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         self._sleep = sleep
+        self._news = threading.Event()
+        self._known: weakref.WeakSet[RayCall] = weakref.WeakSet()
 
-    def wait(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[Pending[Any]]:
-        calls: dict[Any, Any] = {p.ref: p for p in pending}  # type: ignore[attr-defined]
-        if not calls:
+    def wait(self, pending: Sequence[RayCall], timeout_s: float) -> list[RayCall]:
+        if not pending:
             self._sleep(timeout_s)
             return []
-        ready, _ = ray.wait(list(calls), num_returns=1, timeout=timeout_s)
-        if ready and len(calls) > 1:
-            ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=0)
-        return [calls[ref] for ref in ready]
+        for call in pending:
+            if call not in self._known:
+                self._known.add(call)
+                call.tell(self._news)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._news.clear()  # before looking: what is answered from here on sets it again
+            ready = [call for call in pending if call.answered]
+            left = deadline - time.monotonic()
+            if ready or left <= 0:
+                return ready
+            self._news.wait(left)
 
 
 class _Client:
