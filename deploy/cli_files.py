@@ -11,6 +11,7 @@ from deploy.cli_engine import bench_acceptance, bench_switch
 from deploy.cli_explain import explain
 from deploy.cli_gain import bench_gain, gain
 from deploy.cli_model import model_app
+from deploy.cli_policy import bench_policy
 from deploy.cli_serve import serve
 from deploy.cli_simulate import bench_control, bench_e2e, bench_simulator, simulate
 from deploy.cli_trl import bench_trl
@@ -28,6 +29,7 @@ def add_commands(app: typer.Typer, bench: typer.Typer) -> None:
     bench.command("gain")(bench_gain)
     bench.command("control")(bench_control)
     bench.command("e2e")(bench_e2e)
+    bench.command("policy")(bench_policy)
     bench.command("simulator")(bench_simulator)
     bench.command("tailed")(bench_tailed)
     bench.command("graphs")(bench_graphs)

@@ -111,6 +111,20 @@ def actors(config: ClusterConfig, inputs: Inputs, start: Start | None = None) ->
             remove_placement_group(group)
 
 
+@contextmanager
+def policy_alone(config: ClusterConfig) -> Iterator[Any]:
+    """The policy trainer, constructed and answering, without the rest of a run; it writes no checkpoints."""
+    start = nameless_start()
+    config = start.fitted(config)
+    (plan,) = (p for p in plan_actors(config) if p.name == "policy")
+    handles = {plan.name: _start(plan, config, start, None, {})}
+    try:
+        _await_all(handles, config.coordinator.start_timeout_s)
+        yield handles[plan.name]
+    finally:
+        _stop_actors(handles)
+
+
 def _start(plan: ActorPlan, config: ClusterConfig, start: Start, group: Any, lent: Mapping[int, str]) -> Any:
     env = actor_env(plan.threads) | (TRAINER_ENV if plan.kind in ("policy", "drafter") else {})
     env |= team_env(config) if plan.kind == "policy_team" else {}
