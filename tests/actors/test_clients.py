@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -162,3 +164,39 @@ def test_a_killed_actor_is_a_lost_service_and_answers_again_after_its_restart(ha
             assert time.monotonic() < deadline
             time.sleep(0.2)
     assert second != first
+
+
+class Echo:
+    """Many calls at once, each answered when its time has come."""
+
+    async def open_epoch(self, epoch: int) -> int:
+        await asyncio.sleep(epoch / 1000)
+        return epoch
+
+
+def test_every_answer_is_told_once_it_is_there_in_whatever_order(session: None) -> None:
+    """Also one that came while nobody waited, and whatever part of the calls is asked about."""
+    actor = ray.remote(Echo).options(num_cpus=0, max_concurrency=200).remote()
+    client, waiter, rng = RayRolloutClient("rollout-0", actor), RayWaiter(), random.Random(0)
+    first = client.open_epoch(0)
+    assert waiter.wait([first], 60) == [first], "the actor is there"
+    calls = {client.open_epoch(ms): ms for ms in rng.choices(range(400), k=120)}
+    some = list(calls)[::3]
+    time.sleep(0.1)
+    order = list[int]()
+    while some:
+        ready = waiter.wait(some, 30)
+        assert ready and all(call.result(0) == calls[call] for call in ready)
+        order += [calls[call] for call in ready]
+        some = [call for call in some if call not in ready]
+    assert len(order) == 40 and order.index(max(order)) > 20, "the last ones come last"
+    rest = set(calls).difference(list(calls)[::3])
+    while rest:
+        ready = waiter.wait(list(rest), 30)
+        assert ready and all(call.result(0) == calls[call] for call in ready)
+        rest -= set(ready)
+    late = client.open_epoch(60_000)
+    ray.kill(actor)
+    assert waiter.wait([late], 60) == [late], "a loss is an answer, too"
+    with pytest.raises(ServiceLostError):
+        late.result(0)
