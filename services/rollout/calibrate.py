@@ -87,14 +87,14 @@ class _Session:
             caught_up = heard.seconds.extend > 0 and heard.view.behind_tokens >= 8 * running
             if repeat or caught_up:
                 self.found[strategy.name, heard.view.running, -context if caught_up else context].append(heard)
-            self.over = self._clock() >= self._end
+            self.over = bool(self.found) and self._clock() >= self._end
 
 
 def measure_costs(
     engine: NativeEngine, strategies: Sequence[DraftStrategy], limits: Limits, clock: Clock, budget_s: float
 ) -> list[CostPoint]:
-    """Measured rounds of an idle engine that has its weights, until the budget is spent. One point per strategy, batch
-    size and context: the middle one of its rounds."""
+    """Measured rounds of an idle engine that has its weights, until the budget is spent; at least one, however slow the
+    engine is. One point per strategy, batch size and context: the middle one of its rounds."""
     assert not engine.num_running and not engine.num_waiting, "calibrate an idle engine"
     session = _Session(engine, limits, clock, budget_s)
     session.run(strategies)

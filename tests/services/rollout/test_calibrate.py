@@ -62,6 +62,13 @@ def test_it_keeps_to_its_budget(budget: float) -> None:
     assert clock.now <= budget + 0.005, "it may end in the middle of a round, no later"
 
 
+@pytest.mark.parametrize("budget", [1e-9, 1e-4])
+def test_an_engine_too_slow_for_its_budget_still_gives_something_to_go_by(budget: float) -> None:
+    adaptive = Adaptive(ARMS, CostModel(), AcceptanceModel())
+    Calibration(adaptive, ARMS, LIMITS, Steps(), budget).run_when_ready(engine_with(), None)
+    assert adaptive.measured and adaptive.costs.table != CostTable.typical()
+
+
 def test_it_leaves_no_trace() -> None:
     """Neither requests nor indexed tokens nor a selector that heard of it; what comes next is plain decoding."""
     index, selector = SuffixIndex(1000, max_match=4), Switching(ARMS)
