@@ -103,7 +103,10 @@ def _serve_here(args: ServeArguments, where: Where) -> None:
             access_log=False, limit_concurrency=MAX_CONNECTIONS, backlog=BACKLOG, timeout_keep_alive=int(HEADER_S),
             lifespan="off", timeout_graceful_shutdown=int(CLOSING_S),
         )  # fmt: skip
-        uvicorn.Server(config).run(sockets=[listening])
+        server = uvicorn.Server(config)
+        server.run(sockets=[listening])
+        if server.should_exit:  # it took the signal for itself, and gives it on only where nothing ignores it
+            raise KeyboardInterrupt
     finally:
         generator.close()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -96,6 +97,9 @@ def test_joules_come_from_the_actor_to_the_role_that_spent_them(three_gpus: None
         assert joules["policy"] == pytest.approx(300.0 * (ended - begun), rel=0.05)
         assert joules["idle"] == pytest.approx(0.0, abs=30.0)
     ray.kill(started["energy-0"])
+    with pytest.raises(RayActorError):  # it may answer until its end has come
+        while True:
+            ray.get(started["energy-0"].__ray_ready__.remote(), timeout=60)
     metering.begin()
     assert metering.end([]) is None
     assert [e.kind for e in told] == ["energy_missing"]
