@@ -95,7 +95,8 @@ class _Bench(Coordinator):
         self.load()
         for group in self.generate(1, self.prompts(1)):
             self.score(group)
-        groups = self.scored()
+        self.further()  # one round is enough here
+        groups = self.chosen()
         rollouts = tuple(r for g in groups for r in g.rollouts)
         self.train_step(TrainBatch(1, rollouts, self.advantages(groups)))
         self.publish_policy()

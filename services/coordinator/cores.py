@@ -1,9 +1,9 @@
 """How many drafter trainers a processor has room for beside those who generate.
 
 Slots with a GPU of their own do not need this. Where slots share one machine's cores, an idle slot is no free
-processor: while more servers generate than there are cores, every trainer takes time from them, however low its
-priority, since the system spreads processes over cores by count (measured with 4 servers on 2 cores: a rollout phase of
-1.06 times its length). Pure, but for the look at the machine.
+processor. With 4 slots on 2 cores one trainer that has the core beside the last server makes about as many micro-steps
+in a phase as three that share what is left over all the time, and a slot is free again sooner. Pure, but for the look at
+the machine.
 """
 
 from __future__ import annotations
