@@ -1,9 +1,9 @@
 """How many drafter trainers a processor has room for beside those who generate.
 
 Slots with a GPU of their own do not need this. Where slots share one machine's cores, an idle slot is no free
-processor. With 4 slots on 2 cores one trainer that has the core beside the last server makes about as many micro-steps
-in a phase as three that share what is left over all the time, and a slot is free again sooner. Pure, but for the look at
-the machine.
+processor. With 4 slots on 2 cores one trainer that has the core beside the last server makes about as many
+micro-steps in a phase as three that share what is left over all the time, and a slot is free again sooner. Pure, but
+for the look at the machine.
 """
 
 from __future__ import annotations
