@@ -14,6 +14,7 @@ from services.core.checkpoints import CheckpointNote
 from services.core.control import refuse_tensors
 from services.core.errors import LongtailError, ServiceLostError
 from services.core.gain import Workload
+from services.core.part import Part
 from services.core.protocols import Blob, Clock, Pending
 from services.core.selector import SelectorState
 from services.core.types import GroupWork, HiddenStateChunk, Prompt, Rollout, TrainBatch
@@ -46,21 +47,6 @@ class LocalCall:
         if self._error is not None:
             raise self._error
         return self._answer
-
-
-class _Part:
-    """One of several results of a call: what Ray's `num_returns` gives."""
-
-    def __init__(self, call: LocalCall, index: int) -> None:
-        self.call, self._index = call, index
-        self.what = call.what
-
-    @property
-    def done(self) -> bool:
-        return self.call.done
-
-    def result(self, timeout_s: float) -> Any:
-        return self.call.result(timeout_s)[self._index]
 
 
 class LocalService:
@@ -183,7 +169,7 @@ class LocalRolloutClient(_Client):
 
     def take_states(self, step: int, epoch: int) -> tuple[Pending[HiddenStateChunk], Blob]:
         call = self._service.call("take_states", step, epoch)
-        return _Part(call, 0), Blob(_Part(call, 1))
+        return Part(call, 0), Blob(Part(call, 1))
 
     def predict_gain(self, work: Workload) -> LocalCall:
         return self._control("predict_gain", work)
@@ -198,7 +184,7 @@ class LocalRolloutClient(_Client):
 class LocalDrafterClient(_Client):
     def initial_state(self) -> tuple[Pending[int], Blob]:
         call = self._service.run("initial_state", lambda s: s.initial_state())
-        return _Part(call, 0), Blob(_Part(call, 1))
+        return Part(call, 0), Blob(Part(call, 1))
 
     def prepare(self, state: Blob) -> LocalCall:
         return self._service.run("prepare", lambda s: s.prepare(_value(state)))
@@ -221,22 +207,22 @@ class LocalDrafterClient(_Client):
 
     def snapshot(self, epoch: int) -> tuple[Pending[int], Blob]:
         call = self._service.run("snapshot", lambda s: s.snapshot(epoch))
-        return _Part(call, 0), Blob(_Part(call, 1))
+        return Part(call, 0), Blob(Part(call, 1))
 
     def held(self) -> tuple[Pending[int], Blob]:
         call = self._service.run("held", lambda s: s.held())
-        return _Part(call, 0), Blob(_Part(call, 1))
+        return Part(call, 0), Blob(Part(call, 1))
 
     def merge(self, states: Sequence[Blob], micro_steps: Sequence[int]) -> tuple[Pending[int], Blob]:
         call = self._service.run("merge", lambda s: s.merge([_value(b) for b in states], micro_steps))
-        return _Part(call, 0), Blob(_Part(call, 1))
+        return Part(call, 0), Blob(Part(call, 1))
 
     def checkpoint(self, state: Blob) -> LocalCall:
         return self._service.run("checkpoint", lambda s: s.checkpoint(_value(state)))
 
     def export(self, state: Blob) -> tuple[Pending[int], Blob]:
         call = self._service.run("export", lambda s: s.export(_value(state)))
-        return _Part(call, 0), Blob(_Part(call, 1))
+        return Part(call, 0), Blob(Part(call, 1))
 
     def estimate(self, drafters: dict[str, Blob], blob: Blob) -> LocalCall:
         return self._service.run(
@@ -248,24 +234,24 @@ class LocalPolicyClient(_Client):
     def train_step(self, batch: TrainBatch) -> tuple[Pending[Any], Pending[Any], Blob]:
         refuse_tensors(batch, f"{self.name}.train_step")
         call = self._service.call("train_step", batch)
-        return _Part(call, 0), _Part(call, 1), Blob(_Part(call, 2))
+        return Part(call, 0), Part(call, 1), Blob(Part(call, 2))
 
     def steps_done(self) -> LocalCall:
         return self._service.run("steps_done", lambda s: s.steps_done)
 
     def publish(self) -> tuple[Pending[int], Blob, Blob]:
         call = self._service.call("publish")
-        weights = Blob(_Part(call, 1))
-        return _Part(call, 0), weights, weights
+        weights = Blob(Part(call, 1))
+        return Part(call, 0), weights, weights
 
     def copy_of(self, version: int) -> tuple[Pending[int], Blob]:
         """Of an offer; nothing is offered in one process."""
         call = self._service.call("copy_of", version)
-        return _Part(call, 0), Blob(_Part(call, 1))
+        return Part(call, 0), Blob(Part(call, 1))
 
     def restored(self) -> tuple[Pending[CheckpointNote | None], Blob, Blob]:
         call = self._service.call("restored")
-        return _Part(call, 0), Blob(_Part(call, 1)), Blob(_Part(call, 2))
+        return Part(call, 0), Blob(Part(call, 1)), Blob(Part(call, 2))
 
     def checkpoint(self, note: CheckpointNote, live: Blob | None, served: Blob | None) -> LocalCall:
         refuse_tensors(note, f"{self.name}.checkpoint")
@@ -291,4 +277,4 @@ class LocalRewardClient(_Client):
 
 def _value(blob: Blob) -> Any:
     """What a transport does with a reference at the receiver: a result that is at hand, or a plain value."""
-    return blob.result(0.0) if isinstance(blob, _Part) else blob
+    return blob.result(0.0) if isinstance(blob, Part) else blob

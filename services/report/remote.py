@@ -24,12 +24,12 @@ from pyarrow.fs import FileSystem
 
 from services.core.checkpoints import step_folder, step_number
 from services.core.errors import ConfigError, DataError
+from services.core.files import sha256_of
 from services.report.history import CHECKPOINTS, EVENTS, METRICS, ROLLOUTS, SPANS, STRATEGIES
 
 COMPLETE = "complete.json"
 FORMAT = 1
 RECORDS = ("config.yaml", "run.json", METRICS, EVENTS, SPANS, STRATEGIES, "metrics_values.json")
-BLOCK = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class RemoteRun:
                 self._fs.get_file(self._at(file.at), str(target))
             except FileNotFoundError:
                 raise DataError(f"{self.url}/{file.at} is missing") from None
-            if (target.stat().st_size, digest(target)) != (file.bytes, file.sha256):
+            if (target.stat().st_size, sha256_of(target)) != (file.bytes, file.sha256):
                 raise DataError(f"{self.url}/{file.at} is not what was uploaded")
 
     def _put(self, folder: Path, path: str, at: str) -> StoredFile:
@@ -137,18 +137,10 @@ class RemoteRun:
             self._fs.pipe_file(self._at(at), data)
             return StoredFile(path, at, len(data), hashlib.sha256(data).hexdigest())
         self._fs.put_file(str(source), self._at(at))
-        return StoredFile(path, at, source.stat().st_size, digest(source))
+        return StoredFile(path, at, source.stat().st_size, sha256_of(source))
 
     def _at(self, path: str) -> str:
         return f"{self._root}/{path}"
-
-
-def digest(file: Path) -> str:
-    found = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(BLOCK):
-            found.update(block)
-    return found.hexdigest()
 
 
 def _complete(step: int) -> str:

@@ -72,21 +72,6 @@ class Call:
         return self._answer
 
 
-class Part:
-    """One of several results of a call; also what a `Blob` is here."""
-
-    def __init__(self, call: Call, index: int) -> None:
-        self.call, self._index = call, index
-        self.what = call.what
-
-    @property
-    def done(self) -> bool:
-        return self.call.done
-
-    def result(self, timeout_s: float) -> Any:
-        return self.call.result(timeout_s)[self._index]
-
-
 class VirtualWaiter:
     """`core.protocols.Waiter` over an agenda; also counts what goes over the wire. `stopwatch`: real seconds;
     `model_s`: those spent on what a simulation computes in place of services, so that the rest is the coordinator's.

@@ -11,10 +11,11 @@ from typing import Any
 from services.core.checkpoints import CheckpointNote
 from services.core.errors import ConfigError, ServiceLostError, StaleEpochError
 from services.core.gain import Workload
+from services.core.part import Part
 from services.core.protocols import Blob, Pending
 from services.core.selector import SelectorState
 from services.core.types import GroupWork, HiddenStateChunk, Prompt, Rollout, TrainBatch
-from services.simulator.agenda import Call, Part, VirtualWaiter
+from services.simulator.agenda import Call, VirtualWaiter
 from services.simulator.learning import Skill
 from services.simulator.server import ServerModel
 from services.simulator.trainers import PolicyModel, TrainerModel, score

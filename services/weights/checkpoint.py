@@ -8,7 +8,6 @@ A folder is renamed into place when both files are on the disk, so what is kille
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,9 +23,9 @@ from torch import Tensor
 
 from services.core.checkpoints import MANIFEST, step_folder, whole_checkpoints
 from services.core.errors import DataError, WaitTimeoutError
+from services.core.files import sha256_of
 
 STATE_FILE = "state.safetensors"
-BLOCK = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ class CheckpointWriter:
         file = self._partial / STATE_FILE
         save_file(dict(snapshot.tensors), file)
         _sync(file)
-        manifest = {**snapshot.about, "bytes": file.stat().st_size, "sha256": _digest(file)}
+        manifest = {**snapshot.about, "bytes": file.stat().st_size, "sha256": sha256_of(file)}
         (self._partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         _sync(self._partial / MANIFEST)
         self._move_to(place)
@@ -143,7 +142,7 @@ def read_state(
     exactly what was written. Raises DataError."""
     file = place / STATE_FILE
     try:
-        if file.stat().st_size != manifest["bytes"] or _digest(file) != manifest["sha256"]:
+        if file.stat().st_size != manifest["bytes"] or sha256_of(file) != manifest["sha256"]:
             raise DataError(
                 f"{kind.name} checkpoint {place}: {STATE_FILE} is not what was written: remove the folder to go on "
                 "from the checkpoint before"
@@ -159,14 +158,6 @@ def damaged(place: Path, kind: CheckpointKind, error: Exception) -> DataError:
         f"{kind.name} checkpoint {place} is damaged ({type(error).__name__}: {error}): remove its folder to go on from "
         "the one before"
     )
-
-
-def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

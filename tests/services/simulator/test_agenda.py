@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.errors import ServiceLostError, WaitTimeoutError
-from services.simulator.agenda import Agenda, Part, VirtualWaiter
+from services.core.part import Part
+from services.simulator.agenda import Agenda, VirtualWaiter
 
 
 def waiter(turn_s: float = 0.0) -> VirtualWaiter:
