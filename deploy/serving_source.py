@@ -16,9 +16,9 @@ from services.core.checkpoints import step_folder, step_of, whole_checkpoints
 from services.core.errors import ConfigError, DataError
 from services.core.types import ServedVersions
 from services.drafter.state import read_drafter
-from services.models.files import drafter_dir, model_dir, read_config, read_tensors
+from services.models.files import model_dir, read_config, read_tensors
 from services.models.layers import model_spec
-from services.models.methods import drafter_method
+from services.models.methods import drafter_folder, drafter_method
 from services.policy.checkpoint import read_served
 from services.report.history import CHECKPOINTS, METRICS
 from services.report.records import read_lines
@@ -96,5 +96,5 @@ def read_weights(source: ModelSource, config: ClusterConfig) -> ModelWeights:
     if weights.drafter is not None and source.drafter is None:
         return weights
     method = drafter_method(config.drafter, spec)
-    folder = Path(source.drafter) if source.drafter else drafter_dir(config.model.path, method.name)
+    folder = Path(source.drafter) if source.drafter else drafter_folder(config)
     return ModelWeights(ServedVersions(weights.versions.policy, 0), weights.policy, read_drafter(folder, method))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from deploy.serving import ServeArguments
 from deploy.serving_source import ModelSource, checkpoint_of, read_weights, serving_config
@@ -76,3 +78,17 @@ def test_what_cannot_be_served_is_told(run: Path, tmp_path: Path) -> None:
         checkpoint_of(source(tmp_path))
     with pytest.raises(DataError, match="no drafter at"):
         read_weights(source(run, drafter=str(tmp_path / "none")), serving_config(source(run)))
+
+
+def test_a_model_folder_is_served_with_the_drafter_that_its_settings_name(tmp_path: Path) -> None:
+    shipped = drafter_dir("pocket", "eagle")
+    other = tmp_path / "other"
+    shutil.copytree(shipped, other)
+    tensors = {name: 2 * tensor for name, tensor in read_tensors(shipped).items()}
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    model = ModelSource(path="pocket")
+    served, named = (
+        read_weights(model, serving_config(model, settings)).drafter for settings in ([], [f"drafter.path={other}"])
+    )
+    assert served is not None and named is not None
+    assert torch.equal(named["fc.weight"], 2 * served["fc.weight"])
