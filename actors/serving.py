@@ -8,17 +8,27 @@ import os
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from services.core.errors import DataError, LongtailError, OverloadedError, ServiceLostError, WeightError
+from services.core.errors import (
+    DataError,
+    LongtailError,
+    OverloadedError,
+    ServiceLostError,
+    WaitTimeoutError,
+    WeightError,
+)
 from services.core.generation import Generation, Increment
+from services.core.serving import ServerView
 from services.core.types import ServedVersions
 from services.rollout.generator import EngineGenerator, ModelWeights
 
 LOST = (RayActorError, ReplicaUnavailableError)
 TRIES = 3
+TELL_S = 10.0  # for what a server knows at once
 SWAP_S = 600.0  # longer than any request may take
 LOG = logging.getLogger("ray.serve")
 
@@ -46,6 +56,9 @@ class ModelServer:
 
     async def served(self) -> ServedVersions:
         return await self._generator.served()
+
+    async def view(self) -> ServerView:
+        return self._generator.view(serve.get_replica_context().replica_id.unique_id)
 
     async def check_health(self) -> None:
         self._generator.check()
@@ -94,5 +107,19 @@ class HandleGenerator:
             answer.cancel()  # nothing to end when it has ended
 
     async def served(self) -> ServedVersions:
-        found: ServedVersions = await self._handle.served.remote()
+        try:
+            async with asyncio.timeout(TELL_S):
+                found: ServedVersions = await self._handle.served.remote()
+        except TimeoutError:
+            raise WaitTimeoutError(f"no model server told its versions within {TELL_S:g} s") from None
+        except LOST as error:
+            raise ServiceLostError("the model server", f"its process died ({type(error).__name__})") from error
         return found
+
+    async def views(self) -> tuple[ServerView, ...]:
+        """Of those that answer in time."""
+        try:
+            told = await self._handle.broadcast("view").results_async(timeout_s=TELL_S, return_exceptions=True)
+        except TimeoutError:
+            return ()
+        return tuple(view for view in told if isinstance(view, ServerView))

@@ -31,10 +31,15 @@ def serve(
     allow_host: Annotated[list[str] | None, typer.Option(help="A further name in the Host header.")] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Swap to newer checkpoints as the run goes on.")] = False,
     in_process: Annotated[bool, typer.Option("--in-process", help="One engine in this process, no Ray.")] = False,
+    learn: Annotated[bool, typer.Option("--learn", help="Idle engines train the drafter on what is served.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="With --learn: where better drafters go; all engines see it.")
+    ] = None,
 ) -> None:
     """Serve a policy with its drafter behind the OpenAI API, until Ctrl-C."""
     with errors_told():
         source = {"path": model, "checkpoint": _checkpoint(checkpoint), "drafter": drafter and str(drafter)}
+        learn_to = _learn_to(learn, out)
         template = _text_of(chat_template) if chat_template is not None else None
         from deploy.serve_model import Where, serve_model
         from deploy.serving import ServeArguments
@@ -43,7 +48,7 @@ def serve(
             {
                 "source": source, "settings": settings or (), "name": name, "min_replicas": replicas,
                 "max_replicas": max_replicas or replicas, "max_waiting": max_waiting, "request_s": request_s,
-                "chat_template": template, "allow_hosts": allow_host or (),
+                "chat_template": template, "allow_hosts": allow_host or (), "learn_to": learn_to,
             }
         )  # fmt: skip
         interrupt_on_sigterm()
@@ -57,6 +62,13 @@ def _checkpoint(word: str) -> str | int:
         return int(json.loads(word))
     except (ValueError, TypeError):
         raise ConfigError(f"--checkpoint {word!r}: newest, best, or the number of a step") from None
+
+
+def _learn_to(learn: bool, out: Path | None) -> str | None:
+    """Absolute: the engines may run elsewhere."""
+    if learn != (out is not None):
+        raise ConfigError("--learn and --out DIR go together: better drafters are put into the folder")
+    return None if out is None else str(out.absolute())
 
 
 def _text_of(file: Path) -> str:

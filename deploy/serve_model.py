@@ -22,16 +22,18 @@ from deploy.serving import (
     ServeArguments,
     ServedText,
     build_generator,
+    config_of_server,
     serve_config,
     serving_settings,
     weights_of,
 )
-from deploy.serving_source import ModelSource, checkpoint_of, serving_config
+from deploy.serving_learning import told_at_start
+from deploy.serving_source import ModelSource, checkpoint_of
 from deploy.session import ray_session
 from deploy.token import VARIABLE, read_token
 from services.core.checkpoints import step_of
 from services.core.errors import ConfigError, DataError, WaitTimeoutError
-from services.gateway.guard import Guard
+from services.gateway.guard import App
 from services.gateway.openai.app import build_openai_app
 from services.gateway.settings import Settings, is_loopback
 from services.models.tokenizer import load_tokenizer
@@ -57,7 +59,7 @@ class Where:
 def serve_model(args: ServeArguments, where: Where) -> None:
     """Until Ctrl-C. Raises LongtailError for what cannot be served."""
     _take_token(where)
-    config = serving_config(args.source, args.settings)
+    config = config_of_server(args)
     load_tokenizer(config.model.path)
     if config.placement.address is not None and not where.in_process:
         raise ConfigError(
@@ -68,6 +70,9 @@ def serve_model(args: ServeArguments, where: Where) -> None:
         raise ConfigError("--follow swaps to the newer checkpoints of a run, on Ray: name a run, without --in-process")
     if args.source.is_run:
         CONSOLE.print(f"checkpoint: {checkpoint_of(args.source)}")
+    if args.learn_to is not None:
+        _make_folder(Path(args.learn_to))
+        CONSOLE.print(told_at_start(config, Path(args.learn_to)))
     if where.in_process:
         _serve_here(args, where)
         return
@@ -91,6 +96,13 @@ def _take_token(where: Where) -> None:
     Settings(token=os.environ.get(VARIABLE) or None)  # raises ConfigError for one that is too short
 
 
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: better drafters cannot be put there ({error.strerror})") from None
+
+
 def _serve_here(args: ServeArguments, where: Where) -> None:
     listening = listen(where.host, where.port)
     raise_file_limit()
@@ -111,9 +123,9 @@ def _serve_here(args: ServeArguments, where: Where) -> None:
         generator.close()
 
 
-def app_here(args: ServeArguments, generator: EngineGenerator) -> Guard:
+def app_here(args: ServeArguments, generator: EngineGenerator) -> App:
     """The application over an engine in this process."""
-    config = serving_config(args.source, args.settings)
+    config = config_of_server(args)
     tokenizer = load_tokenizer(config.model.path)
     text = ServedText(tokenizer, args.chat_template)
     return build_openai_app(generator, text, serving_settings(args, config, tokenizer))

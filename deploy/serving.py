@@ -18,12 +18,14 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 
 from actors.serving import HandleGenerator, ModelServer
+from deploy.serving_learning import KEEP_STATES, build_learner, check_learning
 from deploy.serving_source import ModelSource, read_weights, serving_config
 from deploy.token import VARIABLE
 from services.config.schema import ClusterConfig
@@ -40,7 +42,9 @@ API, MODEL, APPLICATION = "api", "model", "longtail-serving"
 class ServeArguments(BaseModel):
     """`settings`: overrides of the configuration, such as rollout.engine.max_running=8. `max_waiting`: answers that
     wait in each replica before requests are turned away. `chat_template`: Jinja text in place of the model's own.
-    `allow_hosts`: names in the Host header beside those of the loopback address; with a token any name will do."""
+    `allow_hosts`: names in the Host header beside those of the loopback address; with a token any name will do.
+    `learn_to`: a folder that all servers see: the drafter learns from what is served, in idle moments, and better
+    versions go there; none: it does not learn."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,6 +58,7 @@ class ServeArguments(BaseModel):
     request_s: float = Field(300.0, gt=0)
     chat_template: str | None = None
     allow_hosts: tuple[str, ...] = ()
+    learn_to: str | None = None
 
     @property
     def model_name(self) -> str:
@@ -89,20 +94,31 @@ def serving_settings(args: ServeArguments, config: ClusterConfig, tokenizer: Tok
     )
 
 
-def build_generator(args: ServeArguments) -> EngineGenerator:
+def config_of_server(args: ServeArguments) -> ClusterConfig:
+    """Raises ConfigError."""
     config = serving_config(args.source, args.settings)
+    if args.learn_to is None:
+        return config
+    check_learning(config)
+    return serving_config(args.source, (*args.settings, KEEP_STATES))
+
+
+def build_generator(args: ServeArguments) -> EngineGenerator:
+    config = config_of_server(args)
     engine, after_load = build_engine(config, 0)
-    return EngineGenerator(engine, config.rollout.engine.max_running, args.max_waiting, time.monotonic, after_load)
+    learner = None if args.learn_to is None else build_learner(config, Path(args.learn_to))
+    most = config.rollout.engine.max_running, args.max_waiting
+    return EngineGenerator(engine, *most, time.monotonic, after_load, learner)
 
 
 def weights_of(args: ServeArguments, source: Mapping[str, Any]) -> ModelWeights:
     """Of another source of the same model."""
-    return read_weights(ModelSource.model_validate(dict(source)), serving_config(args.source, args.settings))
+    return read_weights(ModelSource.model_validate(dict(source)), config_of_server(args))
 
 
 def build_api(args: ServeArguments) -> Any:
     """The ASGI application, in a replica of `api`."""
-    config = serving_config(args.source, args.settings)
+    config = config_of_server(args)
     tokenizer = load_tokenizer(config.model.path)
     app_name = serve.get_replica_context().app_name
     generator = HandleGenerator(serve.get_deployment_handle(MODEL, app_name=app_name))
@@ -128,7 +144,7 @@ def served(args: dict[str, Any]) -> serve.Application:
 
 
 def _application(args: ServeArguments) -> serve.Application:
-    config = serving_config(args.source, args.settings)
+    config = config_of_server(args)
     place, engine = config.placement, config.rollout.engine
     scaling = {
         "min_replicas": args.min_replicas,

@@ -1,4 +1,4 @@
-"""What an installed Prometheus operator and Grafana need: two PodMonitors, alert rules, dashboards as ConfigMaps.
+"""What an installed Prometheus operator and Grafana need: three PodMonitors, alert rules, dashboards as ConfigMaps.
 
 Dashboards and rules are those of deploy/monitoring; without that folder only the PodMonitors are written.
 """
@@ -11,7 +11,9 @@ from typing import Any
 import yaml
 
 from deploy.k8s.pods import NAME_LABEL, Manifest
+from deploy.k8s.ray_objects import SERVING_NAME, run_labels
 from deploy.k8s.text import kustomization, manifest_text
+from deploy.placement import HEAD, role_label
 
 MONITORING_DIR = Path(__file__).parents[1] / "monitoring"
 # kube-prometheus-stack takes what carries this label.
@@ -28,7 +30,28 @@ def pod_monitors() -> list[Manifest]:
     return [
         _pod_monitor("longtail-head", "head", head),
         _pod_monitor("longtail-workers", "worker", {"metrics": ray}),
+        _serving_monitor(),
     ]
+
+
+def _serving_monitor() -> Manifest:
+    """`longtail serve` on Ray Serve: every node's proxy leads to the one process that knows all servers' figures, so
+    only the head's is asked. It wants the token of the API."""
+    token = {"type": "Bearer", "credentials": {"name": SERVING_NAME, "key": "token"}}
+    endpoint = {
+        "port": "serve",
+        "path": "/metrics",
+        "interval": _RUN_INTERVAL,
+        "authorization": token,
+        "relabelings": [{"targetLabel": "job", "replacement": SERVING_NAME}],
+    }
+    labels = {**NAME_LABEL, **run_labels(SERVING_NAME), role_label(HEAD): "true"}
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PodMonitor",
+        "metadata": {"name": SERVING_NAME, "labels": {**NAME_LABEL, **_RELEASE}},
+        "spec": {"selector": {"matchLabels": labels}, "podMetricsEndpoints": [endpoint]},
+    }
 
 
 def _pod_monitor(name: str, node_type: str, ports: dict[str, tuple[str, str]]) -> Manifest:

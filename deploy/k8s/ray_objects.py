@@ -23,6 +23,7 @@ from deploy.k8s.pods import (
 )
 from deploy.k8s.sizing import GIB, Group
 
+SERVING_NAME = "longtail-serving"  # of the RayService, its application, its token's secret and its PodMonitor
 RAY_VERSION = "2.60.0"  # equals constraints.txt, by a test
 _INSTANCE = "app.kubernetes.io/instance"
 
@@ -79,11 +80,11 @@ def ray_service(head: Group, namespace: str) -> Manifest:
 def ray_serving(head: Group, workers: Group, run_id: str) -> Manifest:
     """The policy and drafter of a run on the volume behind the OpenAI API, `deploy.serving:served`. To swap, edit the
     source in `user_config`: the operator hands it to the replicas that run."""
-    secrets = (("LONGTAIL_TOKEN", "longtail-serving"),)
-    options = PodOptions(run_labels("longtail-serving"), serve=True, token=True, secrets=secrets)
+    secrets = (("LONGTAIL_TOKEN", SERVING_NAME),)
+    options = PodOptions(run_labels(SERVING_NAME), serve=True, token=True, secrets=secrets)
     source = {"path": f"{DATA}/runs/{run_id}", "checkpoint": "newest"}
     application = {
-        "name": "longtail-serving",
+        "name": SERVING_NAME,
         "route_prefix": "/",
         "import_path": "deploy.serving:served",
         "args": {"source": source, "min_replicas": workers.pods, "max_replicas": 2 * workers.pods},
@@ -94,7 +95,7 @@ def ray_serving(head: Group, workers: Group, run_id: str) -> Manifest:
         "serveConfigV2": yaml.safe_dump(serve, sort_keys=False),
         "rayClusterConfig": _cluster(replace(head, object_store=GIB), (workers,), options, autoscale=True),
     }
-    return _object("RayService", "longtail-serving", spec, options.labels)
+    return _object("RayService", SERVING_NAME, spec, options.labels)
 
 
 def _object(kind: str, name: str, spec: Manifest, labels: dict[str, str]) -> Manifest:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from deploy.inputs import needs_drafter
 from deploy.placement import HEAD, POLICY, ROLLOUT
-from services.config.schema import ClusterConfig, SGLangEngine
+from services.config.schema import ClusterConfig
 from services.core.errors import ConfigError
 
 GIB = 2**30
@@ -120,7 +120,7 @@ def _buffers(config: ClusterConfig) -> Iterator[int]:
     engine = config.rollout.engine
     if needs_drafter(config):
         yield config.drafter.buffer_bytes
-    if isinstance(engine, SGLangEngine) and config.drafter.states == "engine":
+    if config.drafter.states == "engine":
         yield engine.capture_bytes
 
 

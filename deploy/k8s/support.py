@@ -15,6 +15,7 @@ from deploy.k8s.pods import (
     pod_security,
     resources,
 )
+from deploy.k8s.ray_objects import SERVING_NAME, run_labels
 from deploy.placement import HEAD, role_label
 
 REDIS_IMAGE = "redis:7.2.5-alpine"  # 7.2 is the last line under the BSD licence
@@ -48,6 +49,7 @@ def network_policies() -> list[Manifest]:
     prometheus = {"namespaceSelector": {"matchLabels": {_NAMESPACE_NAME: "monitoring"}}}
     dns = {"namespaceSelector": {"matchLabels": {_NAMESPACE_NAME: "kube-system"}}}
     scraped = [_tcp(p) for p in (METRICS, AUTOSCALER_METRICS, DASHBOARD_METRICS, RUN_METRICS)]
+    served = {**NAME_LABEL, **run_labels(SERVING_NAME)}  # its figures are behind the API's own port, and its token
     asked = [_tcp(p) for p in (DASHBOARD, SERVE, _HEALTH)]
     lookup = [{"protocol": "UDP", "port": 53}, _tcp(53)]
     return [
@@ -59,6 +61,7 @@ def network_policies() -> list[Manifest]:
         ),
         _policy("longtail-from-operator", NAME_LABEL, _ingress([operator], asked)),
         _policy("longtail-from-prometheus", NAME_LABEL, _ingress([prometheus], scraped)),
+        _policy(f"{SERVING_NAME}-from-prometheus", served, _ingress([prometheus], [_tcp(SERVE)])),
         _policy("longtail-to-dns", NAME_LABEL, _egress([dns], lookup)),
     ]
 

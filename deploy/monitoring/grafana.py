@@ -17,10 +17,11 @@ from grafana_foundation_sdk.models import dashboard as parts
 from deploy.monitoring.learning import LEARNING
 from deploy.monitoring.panels import DashboardSpec, PanelSpec
 from deploy.monitoring.rollout import ROLLOUT
+from deploy.monitoring.serving import SERVING
 from deploy.monitoring.utilisation import UTILISATION
 from services.coordinator.telemetry.labels import STATES
 
-DASHBOARDS = (UTILISATION, ROLLOUT, LEARNING)
+DASHBOARDS = (UTILISATION, ROLLOUT, LEARNING, SERVING)
 FOLDER = Path(__file__).parent / "dashboards"
 SOURCE = parts.DataSourceRef(type_val="prometheus", uid="${datasource}")
 # The roles' colours, the report's own.
@@ -36,10 +37,13 @@ def render(spec: DashboardSpec) -> str:
         dashboard.Dashboard(spec.title).uid(spec.uid).description(spec.text).tags(["longtail"]).editable()
         .time("now-1h", "now").refresh("10s").tooltip(parts.DashboardCursorSync.CROSSHAIR)
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
-        .with_variable(_run_variable()).with_variable(_window_variable()).annotation(_annotation())
         .link(dashboard.DashboardLink("Longtail").type(parts.DashboardLinkType.DASHBOARDS).tags(["longtail"])
               .keep_time(True).include_vars(True))
     )  # fmt: skip
+    for variable in (_run_variable(), _window_variable()) if spec.of == "run" else (_model_variable(),):
+        board = board.with_variable(variable)
+    if spec.of == "run":
+        board = board.annotation(_annotation())
     for row in spec.rows:
         board = board.with_row(dashboard.Row(row.title))
         for panel in row.panels:
@@ -50,8 +54,15 @@ def render(spec: DashboardSpec) -> str:
 
 
 def _run_variable() -> Any:
-    query = "label_values(longtail_run_info, run_id)"
-    variable = dashboard.QueryVariable("run").label("Run").datasource(SOURCE).query(query).multi(True)
+    return _chosen("run", "Run", "label_values(longtail_run_info, run_id)")
+
+
+def _model_variable() -> Any:
+    return _chosen("model", "Model", "label_values(longtail_serving_servers, model)")
+
+
+def _chosen(name: str, label: str, query: str) -> Any:
+    variable = dashboard.QueryVariable(name).label(label).datasource(SOURCE).query(query).multi(True)
     variable = variable.refresh(parts.VariableRefresh.ON_TIME_RANGE_CHANGED).include_all(True).all_value(".+")
     everything: dict[str, Any] = {"selected": True, "text": ["All"], "value": ["$__all"]}
     return variable.sort(parts.VariableSort.ALPHABETICAL_DESC).current(parts.VariableOption(**everything))

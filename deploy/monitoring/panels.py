@@ -42,10 +42,13 @@ class RowSpec:
 
 @dataclass(frozen=True)
 class DashboardSpec:
+    """`of`: what a person chooses from, runs or served models; the label and the variable are called alike."""
+
     uid: str
     title: str
     text: str
     rows: tuple[RowSpec, ...]
+    of: Literal["run", "model"] = "run"
 
 
 def pick(name: str, **labels: str) -> str:

@@ -26,7 +26,7 @@ class DrafterConfig(Section):
     """The drafter and its online training in idle slots. `path`: the folder of the drafter to begin with, as `longtail
     drafter import` writes it; none: the one that belongs to the model folder. `aux_layers` (EAGLE-3): the target layers
     whose outputs it reads, counted from 0; empty: three chosen by the target's depth. `states`: the hidden states to
-    learn from come from the policy trainer's forward pass, or from the SGLang engines, which computed them while they
+    learn from come from the policy trainer's forward pass, or from the engines, which computed them while they
     generated."""
 
     method: Literal["eagle", "eagle3"] = "eagle"

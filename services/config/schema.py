@@ -85,6 +85,8 @@ class NativeEngine(Section):
     max_running: int = Field(32, ge=1)
     max_len: int = Field(768, ge=8)
     threads: int = Field(1, ge=1)
+    # Host memory for hidden states (drafter.states: engine) until they are taken: the oldest make way.
+    capture_bytes: int = Field(256 * 2**20, ge=2**20)
 
 
 class SGLangEngine(Section):
@@ -304,8 +306,6 @@ class ClusterConfig(Section):
     def _states_problems(self) -> Iterator[str]:
         if self.drafter.states == "policy":
             return
-        if not isinstance(self.rollout.engine, SGLangEngine):
-            yield "drafter.states: engine needs rollout.engine.type: sglang; or set drafter.states: policy"
         if all(s.drafter != "eagle" for s in self.speculation.strategies):
             yield "drafter.states: engine needs a strategy with drafter 'eagle'; or set drafter.states: policy"
         if self.drafter.method != "eagle":

@@ -5,11 +5,12 @@ Standard library only. The records cross process borders, so they hold plain val
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.core.acceptance import AcceptanceStats
+from services.core.serving import ServerView
 from services.core.types import FinishReason, SamplingParams, ServedVersions
 
 
@@ -56,3 +57,6 @@ class Generator(Protocol):
 
     async def served(self) -> ServedVersions:
         """The versions that a request that came now would get."""
+
+    async def views(self) -> Sequence[ServerView]:
+        """What every model server that answers tells about itself."""

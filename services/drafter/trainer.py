@@ -7,7 +7,7 @@ state moved to another process goes on bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,12 +122,20 @@ class DrafterTrainer:
         predicted = unroll(self._drafter, rows, head.embed, self._rope, self.config.unroll)
         return drafter_loss(predicted, rows, head.head, counts, self._terms, self._drafter.head(head.head))
 
-    @torch.no_grad()
+    def loaded(self, tensors: Mapping[str, Tensor]) -> Drafter:
+        """A drafter of its own beside the one that is trained. Raises WeightError for tensors that do not fit."""
+        drafter = Drafter(self.method).to(self.device)
+        drafter.load(tensors)
+        return drafter
+
     def estimate(self, name: str, tensors: dict[str, Tensor], states: Sequence[HiddenStates]) -> AcceptanceEstimate:
         """Teacher-forced acceptance of any drafter on `states`, at the run's temperature; this trainer's own drafter
         is left alone. `num_tokens` counts the start positions averaged over."""
-        drafter = Drafter(self.method).to(self.device)
-        drafter.load(tensors)
+        return self.acceptance(name, self.loaded(tensors), states)
+
+    @torch.no_grad()
+    def acceptance(self, name: str, drafter: Drafter, states: Sequence[HiddenStates]) -> AcceptanceEstimate:
+        """`estimate` of one that is loaded already."""
         depths = self.config.unroll
         sums, counts, length, starts = [0.0] * depths, [0] * depths, 0.0, 0
         for rows in self._pack(states):

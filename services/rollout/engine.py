@@ -8,7 +8,16 @@ from typing import Protocol
 from torch import Tensor
 
 from services.core.selector import SelectorState
-from services.core.types import GroupWork, PartialRollout, Rollout, RunningRequest, ServedVersions, StrategySpan
+from services.core.types import (
+    GroupWork,
+    HiddenStateChunk,
+    PartialRollout,
+    Rollout,
+    RunningRequest,
+    ServedVersions,
+    StrategySpan,
+)
+from services.models.hidden import HiddenStates
 from services.rollout.request import Withdrawn
 from services.speculation.gain import Predicts
 from services.speculation.strategy import DraftStrategy
@@ -85,3 +94,7 @@ class RolloutEngine(Protocol):
     def take_spans(self) -> tuple[StrategySpan, ...]:
         """Which strategies ran since the last call and why, on the clock that the engine was made with; a bounded
         number of them."""
+
+    def take_states(self, step: int) -> tuple[HiddenStateChunk, list[HiddenStates]]:
+        """Hidden states of the rollouts that ended since the last call, of work that asked for them; `step` is noted on
+        the chunk. ConfigError from an engine that keeps none."""

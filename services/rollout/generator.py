@@ -2,18 +2,21 @@
 
 Requests join and leave between two rounds. New weights are loaded when nothing runs any more: what has begun ends on
 the version that began it, what comes meanwhile waits, so no answer mixes versions and none is refused for a swap.
+While nothing runs and nothing waits, the same thread lets a learner work, a micro-step at a time: what comes then waits
+for that at most, and a better drafter is served from the next request on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from services.core.errors import (
@@ -26,12 +29,20 @@ from services.core.errors import (
 )
 from services.core.generation import Generation, Increment
 from services.core.protocols import Clock
-from services.core.types import GroupWork, PartialRollout, Prompt, Rollout, ServedVersions
+from services.core.serving import ServerView
+from services.core.types import PartialRollout, Rollout, ServedVersions
 from services.rollout.engine import RolloutEngine
+from services.rollout.tally import Tally
+from services.rollout.ticket import Ticket, works_of
 from services.rollout.turnover import Turnover
+from services.weights.learning import Learner, NewDrafter
 
 WAIT_S = 0.02  # for news of an engine that runs by itself; between two looks at what was asked
 CLOSE_S = 60.0
+# Without work for so long before a learner begins: clients that ask again when they have their answer are spared it.
+GRACE_S = 0.05
+REST_S = 0.5  # between two questions to a learner that had nothing to do
+LOG = logging.getLogger("longtail.serving")
 
 
 @dataclass(frozen=True)
@@ -43,31 +54,6 @@ class ModelWeights:
     drafter: Mapping[str, Tensor] | None = None
 
 
-@dataclass(eq=False)
-class _Ticket:
-    """One request on its way, admitted as a whole, so that all its choices have one version. `told[i]`: tokens of
-    choice i that were told."""
-
-    asked: Generation
-    works: tuple[GroupWork, ...]
-    loop: asyncio.AbstractEventLoop
-    news: asyncio.Queue[Increment | LongtailError] = field(default_factory=asyncio.Queue)
-    told: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def size(self) -> int:
-        return len(self.asked.seeds)
-
-    @property
-    def rollout_ids(self) -> list[str]:
-        return [f"{work.group_id}#{i}" for work in self.works for i in work.indices]
-
-    def tell(self, news: Increment | LongtailError) -> None:
-        """From the engine's thread. A client whose loop has ended is told nothing."""
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.news.put_nowait, news)
-
-
 @dataclass(frozen=True)
 class _Swap:
     weights: ModelWeights
@@ -76,7 +62,7 @@ class _Swap:
 
 class EngineGenerator:
     """At most `max_running` choices run and `max_waiting` more wait. `after_load`: what the engine has to do behind a
-    load of weights, while nothing runs."""
+    load of weights, while nothing runs. `learner`: learns from every answer; it is closed with the generator."""
 
     def __init__(
         self,
@@ -85,19 +71,24 @@ class EngineGenerator:
         max_waiting: int,
         clock: Clock,
         after_load: Callable[[], None] | None = None,
+        learner: Learner | None = None,
     ) -> None:
         self._engine, self._after_load = engine, after_load or (lambda: None)
+        self._learner = learner
+        self._pause_s: float | None = None  # of silence before the learner may work; None: it may not
+        self._idle = False
+        self._tally = Tally()
         self._max_running, self._max_waiting = max_running, max_waiting
         self._turnover = Turnover(clock)
         self._names = itertools.count()  # of groups
         self._loads = itertools.count(1)  # the engine's own version numbers: they grow, also when people go back
         self._current: ModelWeights | None = None
-        self._waiting: deque[_Ticket] = deque()
-        self._running: dict[str, _Ticket] = {}  # by rollout id
+        self._waiting: deque[Ticket] = deque()
+        self._running: dict[str, Ticket] = {}  # by rollout id
         self._swaps: deque[_Swap] = deque()
         self._changed = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._open: set[_Ticket] = set()
+        self._open: set[Ticket] = set()
         self._ended: ServiceLostError | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -106,7 +97,8 @@ class EngineGenerator:
     # -- asked from coroutines
 
     async def generate(self, asked: Generation) -> AsyncGenerator[Increment, None]:
-        ticket = _Ticket(asked, self._works_of(asked), asyncio.get_running_loop())
+        works = works_of(asked, self._names, self._learner is not None)
+        ticket = Ticket(asked, works, asyncio.get_running_loop())
         self._enroll(ticket)
         left = len(asked.seeds)
         try:
@@ -121,6 +113,15 @@ class EngineGenerator:
 
     async def served(self) -> ServedVersions:
         return self.versions
+
+    def view(self, server: str) -> ServerView:
+        """From any thread."""
+        waiting = sum(ticket.size for ticket in tuple(self._waiting))
+        learning = None if self._learner is None else self._learner.view()
+        return self._tally.view(server, len(self._running), waiting, self.versions, learning)
+
+    async def views(self) -> tuple[ServerView, ...]:
+        return (self.view("0"),)
 
     @property
     def versions(self) -> ServedVersions:
@@ -169,25 +170,17 @@ class EngineGenerator:
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             raise WaitTimeoutError(f"the engine's round did not end within {CLOSE_S:g} s")
+        if self._learner is not None:
+            self._learner.close()
 
-    def _works_of(self, asked: Generation) -> tuple[GroupWork, ...]:
-        n = asked.num_choices
-
-        def work(p: int, ids: tuple[int, ...]) -> GroupWork:
-            own = range(p * n, p * n + n)
-            seeds = asked.seeds[own.start : own.stop]
-            return GroupWork(f"request {next(self._names)}", _prompt(ids), tuple(own), seeds, asked.sampling)
-
-        return tuple(work(p, ids) for p, ids in enumerate(asked.prompts))
-
-    def _enroll(self, ticket: _Ticket) -> None:
+    def _enroll(self, ticket: Ticket) -> None:
         with self._changed:
             self.check()
             self._open.add(ticket)
             self._inbox.append(lambda: self._enter(ticket))
             self._changed.notify()
 
-    def _leave(self, ticket: _Ticket) -> None:
+    def _leave(self, ticket: Ticket) -> None:
         with self._changed:
             self._open.discard(ticket)
             self._inbox.append(lambda: self._drop(ticket))
@@ -209,8 +202,8 @@ class EngineGenerator:
 
     def _hear(self) -> None:
         with self._changed:
-            if not (self._inbox or self._busy or self._closing):
-                self._changed.wait()
+            resting = not (self._inbox or self._busy or self._closing)
+            self._idle = resting and not self._changed.wait(self._pause_s) and not self._inbox
             messages = list(self._inbox)
             self._inbox.clear()
         for message in messages:
@@ -232,15 +225,18 @@ class EngineGenerator:
             with self._changed:
                 if not self._inbox:
                     self._changed.wait(WAIT_S)  # for the first weights
+        elif self._idle and self._learner is not None:
+            self._learn(self._learner)
 
     def _next_swap(self) -> _Swap | None:
         with self._changed:
             return self._swaps.popleft() if self._swaps else None
 
-    def _enter(self, ticket: _Ticket) -> None:
+    def _enter(self, ticket: Ticket) -> None:
         waiting = sum(other.size for other in self._waiting)
         free = 0 if waiting else self._max_running - len(self._running)
         if waiting + ticket.size > self._max_waiting + free:
+            self._tally.refused += 1
             retry_after_s = self._turnover.retry_after_s(waiting)
             ticket.tell(OverloadedError(f"{waiting} answers wait already: try again later", retry_after_s))
             return
@@ -251,13 +247,13 @@ class EngineGenerator:
             return
         self._waiting.append(ticket)
 
-    def _check(self, ticket: _Ticket) -> None:
+    def _check(self, ticket: Ticket) -> None:
         if ticket.size > self._max_running:
             raise RequestError(f"{ticket.size} answers at a time, at most {self._max_running} run here: ask for fewer")
         for work in ticket.works:
             self._engine.check(work)
 
-    def _drop(self, ticket: _Ticket) -> None:
+    def _drop(self, ticket: Ticket) -> None:
         """Whatever there still is of it: nothing, when all its choices have ended."""
         self._waiting = deque(t for t in self._waiting if t is not ticket)
         ids = frozenset(i for i in ticket.rollout_ids if self._running.pop(i, None) is not None)
@@ -273,6 +269,8 @@ class EngineGenerator:
 
     def _told(self, finished: Sequence[Rollout]) -> None:
         for rollout in finished:
+            self._tally.count(rollout)
+            self._pause_s = None if self._learner is None else GRACE_S
             ticket = self._running.pop(rollout.rollout_id, None)
             if ticket is not None:
                 self._turnover.note()
@@ -281,14 +279,14 @@ class EngineGenerator:
         for partial in self._engine.peek(streamed) if streamed else ():
             self._tell_more(self._running[partial.rollout_id], partial)
 
-    def _tell_more(self, ticket: _Ticket, partial: PartialRollout) -> None:
+    def _tell_more(self, ticket: Ticket, partial: PartialRollout) -> None:
         told = ticket.told.get(partial.index, 0)
         if len(partial.response_ids) > told:
             ticket.told[partial.index] = len(partial.response_ids)
             new = partial.response_ids[told:], partial.rollout_logprobs[told:]
             ticket.tell(Increment(partial.index, *new, self.versions))
 
-    def _tell_end(self, ticket: _Ticket, rollout: Rollout) -> None:
+    def _tell_end(self, ticket: Ticket, rollout: Rollout) -> None:
         assert len(rollout.policy_versions) == 1, f"an answer of several loads: {rollout.policy_versions}"
         told = ticket.told.get(rollout.index, 0)
         new = rollout.response_ids[told:], rollout.rollout_logprobs[told:]
@@ -318,6 +316,43 @@ class EngineGenerator:
             raise
         self._after_load()
         self._current = weights
+        self._tally.swaps += before is not None
+        self._begin_learning(weights)
+
+    # -- learning from what is served
+
+    def _begin_learning(self, weights: ModelWeights) -> None:
+        if self._learner is None:
+            return
+        versions = weights.versions
+        assert weights.drafter is not None and versions.policy is not None and versions.drafter is not None
+        self._engine.take_states(0)  # of the policy before
+        self._learner.begin(versions.policy, weights.policy, NewDrafter(versions.drafter, weights.drafter))
+        self._pause_s = GRACE_S
+
+    def _learn(self, learner: Learner) -> None:
+        """Serving does not end with it: a learner that finds no memory is let go."""
+        try:
+            learner.add(self._engine.take_states(0)[1])
+            spare = learner.work()
+        except torch.OutOfMemoryError as error:
+            LOG.error("no memory to learn from what is served, which ends: lower drafter.pack_tokens (%s)", error)
+            self._learner, self._pause_s = None, None
+            learner.close()
+            return
+        if spare.found is not None:
+            self._take_over(spare.found)
+        self._pause_s = 0.0 if spare.more else REST_S
+
+    def _take_over(self, found: NewDrafter) -> None:
+        """While nothing runs: a swap of the drafter alone."""
+        assert self._current is not None and not self._running
+        self._engine.load_drafter(next(self._loads), found.tensors)
+        self._after_load()
+        versions = ServedVersions(self._current.versions.policy, found.version)
+        self._current = replace(self._current, versions=versions, drafter=found.tensors)
+        self._tally.swaps += 1
+        LOG.info("serving %s", versions)
 
     def _end(self, reason: ServiceLostError) -> None:
         with self._changed:
@@ -327,9 +362,3 @@ class EngineGenerator:
             ticket.tell(reason)
         for swap in swaps:
             swap.done(reason)
-
-
-def _prompt(ids: tuple[int, ...]) -> Prompt:
-    """Equal prompts share what the suffix index knows of their answers."""
-    name = hashlib.blake2b(repr(ids).encode(), digest_size=12).hexdigest()
-    return Prompt(name, "", ids, "", "serve")

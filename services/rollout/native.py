@@ -20,16 +20,19 @@ from services.core.selector import SelectorState
 from services.core.types import (
     FinishReason,
     GroupWork,
+    HiddenStateChunk,
     PartialRollout,
     Rollout,
     RunningRequest,
     ServedVersions,
     StrategySpan,
 )
+from services.models.hidden import HiddenStates
 from services.models.sampling import SamplingTensors, check_sampling, sampling_tensors, uniforms
 from services.models.target import TargetModel, check_names, target_names
 from services.rollout.choices import FORCED, ChoiceLog
 from services.rollout.eagle import CATCH_UP_CHUNK
+from services.rollout.kept import KeptStates
 from services.rollout.nodes import node_logprobs
 from services.rollout.proposing import Proposer
 from services.rollout.request import Request, Withdrawn, check_fits, continued_seed, note_version, take_out
@@ -49,7 +52,8 @@ from services.weights.parts import Incoming
 @dataclass(frozen=True)
 class EngineOptions:
     """`max_running` rows of `max_len` tokens; `max_nodes` is the largest num_draft_tokens of any strategy. `place`: in
-    words, what this engine's seconds depend on: device, number format, model."""
+    words, what this engine's seconds depend on: device, number format, model. `capture_bytes`: set aside for hidden
+    states; 0: none are kept."""
 
     max_running: int
     max_len: int
@@ -58,6 +62,7 @@ class EngineOptions:
     suffix_index: SuffixIndex | None = None
     server: str = "rollout-0"
     place: str = ""
+    capture_bytes: int = 0
 
     @property
     def spare_columns(self) -> int:
@@ -89,6 +94,7 @@ class NativeEngine:
         self._watch = Stopwatch(target.device, clock)
         self._choices = ChoiceLog()
         self._proposer = Proposer(self._rows, options.suffix_index, self._watch)
+        self._kept = KeptStates(options.capture_bytes)
         self.last_strategy = OFF
         self.prefilled = 0, 0.0
 
@@ -118,8 +124,7 @@ class NativeEngine:
     def check(self, work: GroupWork) -> None:
         """RequestError naming the limit when this engine can never serve `work`."""
         check_sampling(work.sampling)
-        if work.keep_states:
-            raise RequestError(f"{work.group_id}: the native engine keeps no hidden states: set drafter.states: policy")
+        self._kept.check(work)
         check_fits(work, self._target.spec.vocab_size, self._options.max_len)
         if len(work.indices) > self._options.max_running:
             raise RequestError(
@@ -135,6 +140,7 @@ class NativeEngine:
         self._waiting.clear()
         self._rows.count = 0
         self._sampling.clear()
+        self._kept.forget()
         return tuple(dropped)
 
     def peek(self, rollout_ids: Collection[str]) -> tuple[PartialRollout, ...]:
@@ -213,6 +219,9 @@ class NativeEngine:
 
     def take_spans(self) -> tuple[StrategySpan, ...]:
         return self._choices.take()
+
+    def take_states(self, step: int) -> tuple[HiddenStateChunk, list[HiddenStates]]:
+        return self._kept.take(step, self._policy_version or 0)
 
     def feed_at_once(self, whole: bool) -> None:
         """Feed the drafter whole contexts in one round, not in portions: for measurements of what that costs."""
@@ -362,10 +371,19 @@ class NativeEngine:
 
     def _close(self, row: int, reason: FinishReason) -> Rollout:
         """Free the row; rows are closed from the last to the first, so that moves do not disturb pending ones."""
+        self._keep_states(row)
         request = self._free(row)
         self._proposer.ended(len(request.response_ids))
         text = response_text(request.response_ids, request.sampling, self._decode)
         return request.finish(reason, text, self._clock(), self._options.server)
+
+    def _keep_states(self, row: int) -> None:
+        """All of one version: a load in the middle of a response computes its beginning anew."""
+        work, request = self._requests[row].work, self._requests[row]
+        if work.keep_states:
+            ids = [*work.prompt.token_ids, *request.response_ids]
+            hidden = self._rows.hidden[row, : len(ids) - 1]
+            self._kept.keep(ids, hidden, len(work.prompt.token_ids), request.policy_versions[-1])
 
     def _free(self, row: int) -> Request:
         request = self._requests[row]

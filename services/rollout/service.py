@@ -172,8 +172,6 @@ class RolloutService:
     def take_states(self, step: int, epoch: int) -> tuple[HiddenStateChunk, list[HiddenStates]]:
         """The hidden states kept since the last call, for the drafter; `step` is noted on the chunk."""
         self._check(epoch)
-        if not isinstance(self._engine, SGLangEngine):
-            raise ConfigError("the native engine keeps no hidden states: set drafter.states: policy")
         return self._engine.take_states(step)
 
     def predict_gain(self, work: Workload) -> ExpectedGain | None:
@@ -236,6 +234,7 @@ def _native_engine(
         accept_threshold=config.speculation.accept_threshold if config.speculation.acceptance == "threshold" else 1.0,
         suffix_index=SuffixIndex(config.speculation.suffix_max_tokens) if needs_index else None,
         server=f"rollout-{slot}",
+        capture_bytes=engine.capture_bytes if config.drafter.states == "engine" else 0,
         place=f"native on {device_name(device)}, {config.model.dtype}, {model_dir(config.model.path).name}",
     )
     target = TargetModel(spec, options.max_len + options.spare_columns, device, pick_dtype(config.model.dtype))

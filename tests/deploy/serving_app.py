@@ -18,7 +18,7 @@ from openai import OpenAI
 from deploy.serve_model import app_here
 from deploy.serving import ServeArguments, build_generator, weights_of
 from deploy.serving_source import ModelSource
-from services.gateway.guard import Guard
+from services.gateway.guard import App
 from services.rollout.generator import EngineGenerator
 
 WAIT_S = 120.0
@@ -38,7 +38,7 @@ def arguments(selector: str = EAGLE, rows: int = 8, **changes: Any) -> ServeArgu
 class Served:
     url: str
     generator: EngineGenerator
-    app: Guard
+    app: App
 
     def client(self, token: str = "none", retries: int = 0) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=token, max_retries=retries, timeout=WAIT_S)

@@ -1,4 +1,5 @@
-"""Every metric of a run: what dashboards show, rules read and tests compare with. Plain data.
+"""Every metric of a run, and of a model that is served: what dashboards show, rules read and tests compare with. Plain
+data.
 
 Names follow Prometheus: base units, `_total` behind what only grows. Rates, shares and ratios are left to queries.
 """
@@ -128,6 +129,32 @@ DRAFTER = (
     _counter("hidden_state_sequences", "Sequences whose hidden states went to the drafter trainers."),
     _counter("hidden_state_bytes", "Bytes of hidden states that went to the drafter trainers.", unit="bytes"),
     _counter("hidden_state_missing", "Rollouts that came without their hidden states, or with a part of them."),
+)  # fmt: skip
+
+_SERVER = ("model", "server")
+# Of `longtail serve`: each sample has the model's name in place of a run's id, and its labels take any value.
+SERVING: tuple[Metric, ...] = (
+    _counter("serving_requests", "Requests that ended, by the status of the answer; 499: the client went away.",
+             ("model", "code")),
+    _gauge("serving_open_requests", "Requests under way.", ("model",)),
+    _histogram("serving_request_seconds", "From a request to the end of its answer, refusals included.", ("model",)),
+    _histogram("serving_first_token_seconds", "From a request to the first token of its streamed answer.", ("model",)),
+    _gauge("serving_servers", "Model servers that told their figures for this scrape.", ("model",)),
+    _gauge("serving_answers", "Answers at a model server: running, or waiting.", (*_SERVER, "state")),
+    _counter("serving_refused", "Requests that found too much waiting at a model server.", _SERVER),
+    _counter("serving_generated_tokens", "Tokens of answers that came to their end.", _SERVER, "tokens"),
+    _counter("serving_draft_tokens", "Draft tokens proposed for them.", _SERVER, "tokens"),
+    _counter("serving_accepted_tokens", "Of these accepted, bonus excluded.", _SERVER, "tokens"),
+    _counter("serving_verify_steps", "Verify steps of these answers.", _SERVER),
+    _counter("serving_swaps", "Times that other weights took the place of those served.", _SERVER),
+    _gauge("serving_version", "The version that a model server serves.", (*_SERVER, "weights")),
+    _counter("serving_learn_micro_steps", "Micro-steps of the drafter in idle moments.", _SERVER),
+    _counter("serving_learn_tokens", "Tokens that they trained on.", _SERVER, "tokens"),
+    _counter("serving_learn_exams", "Comparisons of what was learned with what is served.", _SERVER),
+    _counter("serving_learn_published", "Drafters that a server found better and made a version of.", _SERVER),
+    _counter("serving_learn_adopted", "Versions of other servers that a server took over.", _SERVER),
+    _gauge("serving_learn_held_bytes", "Hidden states of answers that are kept to learn from.", _SERVER, "bytes"),
+    _gauge("serving_learn_gain", "By how much longer what was learned is accepted, by the last comparison.", _SERVER),
 )  # fmt: skip
 
 METRICS: tuple[Metric, ...] = (*RUN, *SLOTS, *ROLLOUT, *POLICY, *DRAFTER)

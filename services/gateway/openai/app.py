@@ -17,19 +17,20 @@ from starlette.exceptions import HTTPException
 
 from services.core.errors import LongtailError, ServiceLostError
 from services.core.generation import Generation, Generator
+from services.core.protocols import Clock
 from services.gateway.control_api import SCHEME, guarded_route
-from services.gateway.guard import Guard
+from services.gateway.guard import App, Guard
 from services.gateway.openai.answering import Answering, ClientGone, unless_gone
 from services.gateway.openai.answers import ChatCompletion, Completion, Health, Model, ModelList
 from services.gateway.openai.choice import ChatStyle, CompletionStyle, Head, Style
 from services.gateway.openai.errors import REFUSALS, FieldError, error_body, http_problem, not_valid, refused
+from services.gateway.openai.metrics import CLIENT_GONE, CONTENT_TYPE, Counted, ServingMetrics
 from services.gateway.openai.plan import DrawSeed, plan_chat, plan_completion
 from services.gateway.openai.requests import Asked, ChatRequest, CompletionRequest
 from services.gateway.openai.settings import ServingSettings, fingerprint
 from services.gateway.openai.text import TextCodec
 from services.gateway.settings import Settings
 
-CLOSED_REQUEST = 499  # nobody reads it
 SPARE_S = 15.0  # the guard's limit is the later one: the answer in time-out should be ours
 STREAMED: dict[str, Any] = {
     "description": "The answer; with `stream`, server-sent events of its chunks, `data: [DONE]` at the end.",
@@ -49,8 +50,10 @@ def build_openai_app(
     now: Callable[[], float] = time.time,
     draw_seed: DrawSeed = lambda: secrets.randbits(48),
     lifespan: Lifespan | None = None,
-) -> Guard:
+    clock: Clock = time.monotonic,
+) -> App:
     """An ASGI application. With a token in the settings every request but /health must bear it."""
+    metrics = ServingMetrics(settings.model)
     app = FastAPI(
         title="Longtail serving",
         description="A policy with its drafter, behind the OpenAI API.",
@@ -60,7 +63,8 @@ def build_openai_app(
         redirect_slashes=False,
         lifespan=lifespan,
     )
-    app.include_router(_router(_Service(generator, codec, settings, now, draw_seed)))
+    app.include_router(_router(_Service(generator, codec, settings, now, draw_seed, metrics, clock)))
+    app.include_router(_metrics_router(generator, settings, metrics))
 
     @app.get("/health", name="health")
     async def health() -> Health:
@@ -76,7 +80,7 @@ def build_openai_app(
         max_body_bytes=settings.max_body_bytes,
         request_s=settings.request_s + SPARE_S,
     )
-    return Guard(app, guard, error_body)
+    return Counted(Guard(app, guard, error_body), metrics, clock)
 
 
 class _Service:
@@ -87,9 +91,12 @@ class _Service:
         settings: ServingSettings,
         now: Callable[[], float],
         draw_seed: DrawSeed,
+        metrics: ServingMetrics,
+        clock: Clock,
     ) -> None:
         self.settings, self.codec, self.draw_seed = settings, codec, draw_seed
         self._generator, self._now = generator, now
+        self._metrics, self._clock = metrics, clock
 
     async def model(self) -> Model:
         settings, versions = self.settings, await self._generator.served()
@@ -109,16 +116,17 @@ class _Service:
                 return await self._streamed(answering, plan, asked.wants_usage, request)
             made = await unless_gone(request, answering.whole(self._generator), self.settings.request_s)
         except ClientGone:
-            return Response(status_code=CLOSED_REQUEST)
+            return Response(status_code=CLIENT_GONE)  # nobody reads it
         return Response(made.model_dump_json(), media_type="application/json")
 
     async def _streamed(self, answering: Answering, plan: Generation, usage: bool, request: Request) -> Response:
         """The status is sent when the first token is there, so that a refusal still has one of its own."""
-        deadline_s = asyncio.get_running_loop().time() + self.settings.request_s
+        deadline_s, started = asyncio.get_running_loop().time() + self.settings.request_s, self._clock()
         news = self._generator.generate(plan)
         first = await unless_gone(request, anext(news, None), self.settings.request_s)
         if first is None:
             raise ServiceLostError("the generator", "it ended before it began")
+        self._metrics.first_token(self._clock() - started)
         events: AsyncIterator[bytes] = answering.events(first, news, usage, deadline_s)
         return StreamingResponse(events, media_type="text/event-stream")
 
@@ -158,6 +166,18 @@ def _router(service: _Service) -> APIRouter:
         service.check_model(asked.model)
         plan = plan_chat(asked, service.codec, settings, service.draw_seed)
         return await service.answer(asked, plan, ChatStyle(asked.logprobs), request)
+
+    return router
+
+
+def _metrics_router(generator: Generator, settings: ServingSettings, metrics: ServingMetrics) -> APIRouter:
+    """For Prometheus; no part of the API."""
+    guarded = settings.token is not None
+    router = APIRouter(route_class=guarded_route(settings.token) if guarded else APIRoute)
+
+    @router.get("/metrics", include_in_schema=False)
+    async def tell() -> Response:
+        return Response(metrics.text(await generator.views()), media_type=CONTENT_TYPE)
 
     return router
 

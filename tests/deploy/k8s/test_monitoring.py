@@ -12,6 +12,7 @@ from deploy.k8s.monitoring import monitoring_tree, pod_monitors
 from deploy.k8s.render import write_tree
 from deploy.k8s.validate import check_stream
 
+ROOT = Path(__file__).resolve().parents[3]
 RULES = """
 groups:
   - name: alerts
@@ -60,4 +61,26 @@ def test_the_runs_own_figures_have_a_job_of_their_own() -> None:
             (job,) = [r["replacement"] for r in endpoint["relabelings"] if r["targetLabel"] == "job"]
             jobs[endpoint["port"]] = (job, endpoint["interval"])
     ray = ("ray", "15s")
-    assert jobs == {"metrics": ray, "as-metrics": ray, "dash-metrics": ray, "longtail": ("longtail", "5s")}
+    assert jobs == {
+        "metrics": ray,
+        "as-metrics": ray,
+        "dash-metrics": ray,
+        "longtail": ("longtail", "5s"),
+        "serve": ("longtail-serving", "5s"),
+    }
+
+
+def test_a_served_model_is_scraped_once_and_with_its_token() -> None:
+    """Every proxy leads to the same figures: scraped at each node they would count as often."""
+    (monitor,) = (m for m in pod_monitors() if m["metadata"]["name"] == "longtail-serving")
+    chosen = monitor["spec"]["selector"]["matchLabels"].items()
+    service = yaml.safe_load((ROOT / "k8s/overlays/serving/rayservice.yaml").read_text(encoding="utf-8"))
+    cluster = service["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    scraped = [chosen <= g["template"]["metadata"]["labels"].items() for g in groups]
+    assert scraped == [True, False]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    container = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert {p["name"]: p["containerPort"] for p in container["ports"]}[endpoint["port"]] == 8000
+    told = {e["name"]: e["valueFrom"]["secretKeyRef"] for e in container["env"] if "valueFrom" in e}
+    assert endpoint["authorization"]["credentials"] == told["LONGTAIL_TOKEN"]

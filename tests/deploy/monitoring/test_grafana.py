@@ -15,11 +15,11 @@ from deploy.monitoring.grafana import DASHBOARDS, FOLDER, render
 from deploy.monitoring.prometheus_server import RULE_FILES, RULES
 from deploy.monitoring.queries import flat_panels, metric_names, panel_queries
 from services.coordinator.telemetry.labels import STATES
-from services.coordinator.telemetry.table import METRICS, sample_names
+from services.coordinator.telemetry.table import METRICS, SERVING, sample_names
 
 # Metrics that no panel shows, and why.
 NOT_SHOWN: dict[str, str] = {}
-SAMPLES = {name: metric for metric in METRICS for name in sample_names(metric)}
+SAMPLES = {name: metric for metric in (*METRICS, *SERVING) for name in sample_names(metric)}
 FILES = sorted(FOLDER.glob("*.json"))
 
 
@@ -44,7 +44,7 @@ def test_every_metric_of_a_panel_exists() -> None:
 
 def test_every_metric_is_shown_or_listed_as_not_shown() -> None:
     used = {SAMPLES[name].name for q in panel_queries(FOLDER) for name in metric_names(q.expr)}
-    assert {m.name for m in METRICS} - used == set(NOT_SHOWN)
+    assert {m.name for m in (*METRICS, *SERVING)} - used == set(NOT_SHOWN)
 
 
 def test_counters_are_rated_and_gauges_are_not() -> None:
@@ -79,7 +79,8 @@ def test_a_dashboard_is_whole(board: Any) -> None:
     everything = [*panels, *(p for p in board["panels"] if p["type"] == "row")]
     assert board["schemaVersion"] >= 39, "Grafana 11 and later"
     assert len({p["id"] for p in everything}) == len(everything)
-    assert {v["name"] for v in board["templating"]["list"]} == {"datasource", "run", "window"}
+    own = {"model"} if board["uid"] == "longtail-serving" else {"run", "window"}
+    assert {v["name"] for v in board["templating"]["list"]} == {"datasource", *own}
     for panel in panels:
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
         assert panel["targets"] and panel["title"] and "unit" in panel["fieldConfig"]["defaults"]

@@ -133,7 +133,7 @@ STATES = "drafter.states=engine"
 @pytest.mark.parametrize(
     ("overrides", "problem", "remedy"),
     [
-        ([strategy("eagle", 3)], "needs rollout.engine.type: sglang", "or set drafter.states: policy"),
+        ([], "needs a strategy with drafter 'eagle'", "or set drafter.states: policy"),
         ([*SGLANG], "needs a strategy with drafter 'eagle'", "or set drafter.states: policy"),
         ([*SGLANG, strategy("ngram", 3)], "needs a strategy with drafter 'eagle'", "or set drafter.states: policy"),
         (

@@ -157,9 +157,9 @@ def test_engines_that_keep_nothing_say_so() -> None:
         served(OFF, capture_bytes=ROOM)
     native = RolloutService(make_engine(MODEL), {OFF.name: OFF}, ticking())
     native.open_epoch(EPOCH)
-    with pytest.raises(RequestError, match=r"native engine keeps no hidden states: set drafter\.states: policy"):
+    with pytest.raises(RequestError, match=r"this engine keeps no hidden states: set drafter\.states: engine"):
         native.submit(kept(PROMPT), EPOCH)
-    with pytest.raises(ConfigError, match=r"native engine keeps no hidden states: set drafter\.states: policy"):
+    with pytest.raises(ConfigError, match=r"this engine keeps no hidden states: set drafter\.states: engine"):
         native.take_states(1, EPOCH)
 
 
