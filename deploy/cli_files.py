@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from deploy.cli_bench_gpu import bench_graphs, bench_tailed
+from deploy.cli_bench_serve import bench_serve
 from deploy.cli_costs import add_benches
 from deploy.cli_drafter import drafter_app
 from deploy.cli_engine import bench_acceptance, bench_switch
@@ -36,3 +37,4 @@ def add_commands(app: typer.Typer, bench: typer.Typer) -> None:
     bench.command("acceptance")(bench_acceptance)
     bench.command("switch")(bench_switch)
     bench.command("trl")(bench_trl)
+    bench.command("serve")(bench_serve)

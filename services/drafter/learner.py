@@ -52,11 +52,17 @@ class OnlineLearner:
     """The `Learner` of one server. `files` runs what touches files, one after the other."""
 
     def __init__(
-        self, trainer: DrafterTrainer, make_shelf: MakeShelf, seed: int, clock: Clock, files: Executor
+        self,
+        trainer: DrafterTrainer,
+        make_shelf: MakeShelf,
+        seed: int,
+        clock: Clock,
+        files: Executor,
+        passes: float = PASSES,
     ) -> None:
         self._trainer, self._make_shelf, self._seed, self._clock = trainer, make_shelf, seed, clock
         self._config = trainer.config
-        self._files = files
+        self._files, self._all_passes = files, passes
         self._served: NewDrafter | None = None
         self._shelf: Shelf | None = None
         self._lessons = self._new_lessons()
@@ -113,7 +119,7 @@ class OnlineLearner:
     def _passes(self) -> float:
         """Fewer once training brings nothing any more: it then only asks now and then whether that has changed."""
         rests = self._vain >= self._config.training.patience
-        return PASSES / self._config.training.probe_every if rests else PASSES
+        return self._all_passes / self._config.training.probe_every if rests else self._all_passes
 
     def _train(self) -> None:
         rng = random.Random(f"drafter {self._seed} {self._trainer.total_steps}")
