@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -189,7 +190,7 @@ def _latency(seconds: Sequence[float]) -> dict[str, float]:
 def _windows(told: Sequence[dict[str, float]]) -> list[tuple[dict[str, float], dict[str, float]]]:
     """WINDOWS parts of the time; looks that came late fall together with the next."""
     picks = [round(i * (len(told) - 1) / WINDOWS) for i in range(WINDOWS + 1)]
-    return [(told[a], told[b]) for a, b in zip(picks, picks[1:], strict=False) if a != b]
+    return [(told[a], told[b]) for a, b in pairwise(picks) if a != b]
 
 
 def _acceptance(before: dict[str, float], after: dict[str, float]) -> float | None:
@@ -199,14 +200,20 @@ def _acceptance(before: dict[str, float], after: dict[str, float]) -> float | No
 
 def table(result: dict[str, Any]) -> str:
     """For a person."""
-    rows = [("", "off", "learning")]
-    for name in ("requests", "failed", "greedy_differ"):
-        rows.append((name, *(str(result[s][name]) for s in ("off", "learning"))))
-    for name in ("latency_s", "latency_first_third_s", "latency_last_third_s"):
-        for share in ("p50", "p99"):
-            rows.append((f"{name} {share}", *(f"{result[s][name][share]:.3f}" for s in ("off", "learning"))))
-    for name, pick in (("acceptance, first window", 0), ("acceptance, last window", -1)):
-        rows.append((name, *(f"{_middle(result[s]['acceptance_length'], pick):.2f}" for s in ("off", "learning"))))
+    sides = [result[name] for name in ("off", "learning")]
+    rows = [
+        ("", "off", "learning"),
+        *((name, *(str(s[name]) for s in sides)) for name in ("requests", "failed", "greedy_differ")),
+        *(
+            (f"{name} {share}", *(f"{s[name][share]:.3f}" for s in sides))
+            for name in ("latency_s", "latency_first_third_s", "latency_last_third_s")
+            for share in ("p50", "p99")
+        ),
+        *(
+            (f"acceptance length, {name} part", *(f"{_middle(s['acceptance_length'], pick):.2f}" for s in sides))
+            for name, pick in (("first", 0), ("last", -1))
+        ),
+    ]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
 

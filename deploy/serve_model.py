@@ -166,11 +166,16 @@ def _follow(args: ServeArguments, follow: bool) -> None:
     now = checkpoint_of(args.source) if follow else None
     while True:
         time.sleep(FOLLOW_S)
-        newer = now if now is None else _newer(args.source, now)
-        if newer != now:
-            deploy(args, args.source.model_copy(update={"checkpoint": step_of(newer)}))
-            CONSOLE.print(f"checkpoint: {newer}")
-            now = newer
+        now = now and swap_to_newer(args, now)
+
+
+def swap_to_newer(args: ServeArguments, now: Path) -> Path:
+    """The checkpoint that is served from now on: another one than `now` when the run has gone on."""
+    newer = _newer(args.source, now)
+    if newer != now:
+        deploy(args, args.source.model_copy(update={"checkpoint": step_of(newer)}))
+        CONSOLE.print(f"checkpoint: {newer}")
+    return newer
 
 
 def _newer(source: ModelSource, now: Path) -> Path:

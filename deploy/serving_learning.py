@@ -54,6 +54,6 @@ def told_at_start(config: ClusterConfig, folder: Path) -> str:
     """What is kept of the answers, in a sentence for whoever starts the server."""
     mebibytes = config.drafter.buffer_bytes / 2**20
     return (
-        f"learning from what is served: token ids and hidden states of answers are kept in memory, at most "
+        f"learning from answers: their token ids and hidden states are kept in memory, at most "
         f"{mebibytes:g} MiB per server (drafter.buffer_bytes), never written; better drafters go to {folder}"
     )

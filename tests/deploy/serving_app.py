@@ -57,6 +57,26 @@ def served_here(args: ServeArguments) -> Iterator[Served]:
 
 
 @contextmanager
+def held(served: Served, rounds: int = 0) -> Iterator[threading.Event]:
+    """The engine makes so many rounds and then waits for the event: whether a request still runs when another comes
+    is not left to its speed."""
+    engine, go_on = served.generator._engine, threading.Event()
+    step, left = engine.step, iter(range(rounds))
+
+    def wait(wait_s: float) -> Any:
+        if next(left, None) is None:
+            assert go_on.wait(WAIT_S), "the test does not let the round begin"
+        return step(wait_s)
+
+    engine.step = wait  # type: ignore[method-assign]
+    try:
+        yield go_on
+    finally:
+        go_on.set()
+        engine.step = step  # type: ignore[method-assign]
+
+
+@contextmanager
 def listening(app: Any) -> Iterator[str]:
     """`app` on a real port, in a thread."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

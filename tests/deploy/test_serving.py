@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.deploy.serving_app import EAGLE, OFF, Served, arguments, chunk_texts, served_here, until
+from tests.deploy.serving_app import EAGLE, OFF, WAIT_S, Served, arguments, chunk_texts, held, served_here, until
 
 pytestmark = pytest.mark.timeout(400)
 PROMPTS = [f"{a}+{b}+{c}=" for a, b, c in ((12, 7, 5), (3, 88, 40), (61, 9, 2), (5, 5, 99), (17, 4, 33))]
@@ -130,16 +132,15 @@ def test_a_client_that_goes_away_takes_its_work_along(served: Served, stream: bo
     engine = served.generator._engine
     body = {"model": "pocket", "prompt": "9+9=", "max_tokens": 200, "temperature": 2.0, "n": 8, "stream": stream,
             "min_p": 0.0, "seed": 1}  # fmt: skip
-    with (
-        httpx.Client(timeout=0.02 if not stream else 60) as http,
-        pytest.raises(httpx.ReadTimeout)
-        if not stream
-        else http.stream("POST", f"{served.url}/v1/completions", json=body) as answer,
-    ):
+    with held(served, rounds=1 if stream else 0) as go_on:
+        connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=WAIT_S)
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
         if stream:
-            next(answer.iter_lines())  # type: ignore[union-attr]
-        else:
-            http.post(f"{served.url}/v1/completions", json=body)
+            connection.getresponse().readline()
+        until(lambda: engine.num_running + engine.num_waiting > 0, "it runs")
+        connection.close()
+        go_on.set()
     until(lambda: engine.num_running + engine.num_waiting == 0, "the engine is free")
     again = served.client().completions.create(prompt=PROMPTS[0], n=8, **GREEDY)
     assert len(again.choices) == 8
@@ -165,8 +166,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("change", "param", "message"), REFUSED, ids=lambda v: str(v)[:20].encode("ascii", "replace"))
 def test_what_is_not_served_is_told(served: Served, change: dict[str, Any], param: str, message: str) -> None:
-    import json
-
     body = json.dumps({"model": "pocket", "prompt": "1+1=", **change}).encode()
     answer = httpx.post(f"{served.url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400, answer.text
@@ -198,7 +197,7 @@ def test_a_token_is_asked_for_when_there_is_one(monkeypatch: pytest.MonkeyPatch)
         )  # before the body is read
         assert made.client("a-token-of-this-test").models.list().data
         assert httpx.get(f"{made.url}/health").json() == {"status": "ok"}
-        with pytest.raises(openai.InternalServerError, match="ask for fewer tokens") as slow:
+        with held(made), pytest.raises(openai.InternalServerError, match="ask for fewer tokens") as slow:
             made.client("a-token-of-this-test").completions.create(
                 model="pocket", prompt=PROMPTS[1], max_tokens=200, temperature=2.0, n=2
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
@@ -34,13 +35,27 @@ def asked(ids: tuple[int, ...] = (1, 2, 3), n: int = 1, sampling: SamplingParams
 
 
 class Held(NativeEngine):
-    """Rounds begin when the test lets them."""
+    """Rounds begin when the test lets them: speed decides nothing."""
 
     gate: Callable[[], None] = staticmethod(lambda: None)
 
     def step(self, wait_s: float = 0.0) -> list[Rollout]:
         self.gate()
         return super().step(wait_s)
+
+
+class Rounds:
+    """A gate that lets so many rounds pass, and all the others once `over` says so."""
+
+    def __init__(self, count: int, over: Callable[[], bool]) -> None:
+        self._left, self._over = count, over
+
+    def __call__(self) -> None:
+        self._left -= 1
+        end_s = time.monotonic() + WAIT_S
+        while self._left < 0 and not self._over():
+            assert time.monotonic() < end_s, "the test does not let the round begin"
+            time.sleep(0.001)
 
 
 @contextmanager
@@ -110,10 +125,13 @@ def test_several_prompts_of_one_request_keep_their_places() -> None:
 
 
 def test_who_goes_away_frees_the_slot() -> None:
-    async def leave(made: EngineGenerator, engine: NativeEngine) -> None:
+    async def leave(made: EngineGenerator, engine: Held) -> None:
+        gone = threading.Event()
+        engine.gate = Rounds(1, gone.is_set)
         async with aclosing(made.generate(asked(n=4, sampling=LONG, stream=True))) as news:
             await anext(news)
             assert engine.num_running == 4
+        gone.set()
         assert len(await answer(made, asked(n=4))) == 4  # all rows are free again
 
     with generator() as (made, engine):
@@ -240,7 +258,8 @@ def test_requests_wait_for_the_first_weights() -> None:
 
 
 def test_closing_ends_what_runs() -> None:
-    async def closed(made: EngineGenerator) -> None:
+    async def closed(made: EngineGenerator, engine: Held) -> None:
+        engine.gate = Rounds(1, lambda: made._closing)
         async with aclosing(made.generate(asked(sampling=LONG, stream=True))) as news:
             await anext(news)
             await asyncio.to_thread(made.close)
@@ -248,8 +267,8 @@ def test_closing_ends_what_runs() -> None:
                 while True:
                     await anext(news)
 
-    with generator() as (made, _):
-        run(closed(made))
+    with generator() as (made, engine):
+        run(closed(made, engine))
 
 
 def test_how_long_to_stay_away_follows_the_pace() -> None:
