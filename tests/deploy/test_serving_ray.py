@@ -14,15 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
-from deploy.serve_model import application, deploy
-from deploy.serving import APPLICATION, MODEL, ServeArguments
-from deploy.serving_source import ModelSource, serving_config
+from deploy.serve_model import application, deploy, swap_to_newer
+from deploy.serving import APPLICATION, MODEL, ServeArguments, config_of_server, weights_of
+from deploy.serving_learning import build_learner
+from deploy.serving_source import ModelSource, checkpoint_of
 from deploy.session import ray_session
+from services.weights.learning import NewDrafter
 from tests.deploy.served_run import make_served_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -49,9 +53,9 @@ class Cluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     run = make_served_run(tmp_path_factory.mktemp("serving"))
     args = ServeArguments(source=ModelSource(path=str(run), checkpoint=1), settings=PATIENT, min_replicas=2,
-                          max_replicas=2, max_waiting=400)  # fmt: skip
+                          max_replicas=2, max_waiting=400, learn_to=str(run / "learned"))  # fmt: skip
     with (
-        ray_session(serving_config(args.source, args.settings), check=False),
+        ray_session(config_of_server(args), check=False),
         application(args, "127.0.0.1", 0) as port,
     ):
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
@@ -130,9 +134,51 @@ def test_a_swap_under_load_fails_no_request_and_keeps_the_processes(cluster: Clu
     wait_for(lambda: cluster.process_ids() == before, "both replicas answer again")
 
 
+def test_both_servers_tell_their_figures_at_one_place(cluster: Cluster) -> None:
+    """One of them was killed before: what is told is of those that live."""
+    for number in range(6):
+        cluster.client.completions.create(prompt=f"{number}+4=", n=2, **cluster.ask)
+    url = str(cluster.client.base_url).removesuffix("/v1/")
+    families = {f.name: f for f in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=WAIT_S).text)}
+    told = families["longtail_serving_generated_tokens"].samples
+    assert len({s.labels["server"] for s in told}) == 2 and sum(s.value for s in told) > 0
+    assert families["longtail_serving_servers"].samples[0].value == 2
+    learned = families["longtail_serving_learn_held_bytes"].samples
+    assert {s.labels["server"] for s in learned} == {s.labels["server"] for s in told}
+    assert {s.labels["model"] for f in families.values() for s in f.samples} == {cluster.run.name}
+
+
+def test_a_version_of_one_server_reaches_the_other(cluster: Cluster) -> None:
+    """Whoever put it there: here the test does, in a server's place."""
+    weights = weights_of(cluster.args, {"path": str(cluster.run), "checkpoint": 3})
+    assert weights.drafter is not None
+    shelf = build_learner(config_of_server(cluster.args), cluster.run / "learned")._make_shelf(3, weights.policy)
+    assert shelf.put(NewDrafter(999, weights.drafter), 0)
+    wait_for(lambda: _fingerprints(cluster) == {"policy-3-drafter-999"}, "both serve it")
+    answer = cluster.client.completions.create(prompt="1+4=", **cluster.ask)
+    assert answer.system_fingerprint == "policy-3-drafter-999"
+
+
+def test_a_run_that_goes_on_is_followed(cluster: Cluster) -> None:
+    folder = cluster.run / "checkpoints"
+    args = cluster.args.model_copy(update={"source": ModelSource(path=str(cluster.run))})
+    newest, aside = checkpoint_of(args.source), folder.with_name("aside")
+    newest.rename(aside)
+    second = checkpoint_of(args.source)
+    deploy(args, ModelSource(path=str(cluster.run), checkpoint=2))
+    wait_for(lambda: _served(cluster) == {"policy-2"}, "the older one is served")
+    assert swap_to_newer(args, second) == second, "nothing new, nothing done"
+    aside.rename(newest)
+    assert swap_to_newer(args, second) == newest
+    wait_for(lambda: _served(cluster) == {"policy-3"}, "every replica serves the newer one")
+
+
+def _fingerprints(cluster: Cluster) -> set[str]:
+    return {str(cluster.client.models.list().data[0].to_dict()["versions"]) for _ in range(10)}
+
+
 def _served(cluster: Cluster) -> set[str]:
-    listed = [cluster.client.models.list().data[0].to_dict()["versions"] for _ in range(10)]
-    return {re.sub("-drafter.*", "", str(versions)) for versions in listed}
+    return {re.sub("-drafter.*", "", versions) for versions in _fingerprints(cluster)}
 
 
 def test_refusals_keep_their_meaning_across_processes(cluster: Cluster) -> None:
