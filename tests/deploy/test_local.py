@@ -59,6 +59,19 @@ def test_every_part_of_a_run_works_together(model: Path, tmp_path: Path) -> None
     assert version == summary["drafter_version"] and all(torch.isfinite(t).all() for t in tensors.values())
 
 
+def test_the_native_engine_hands_its_own_hidden_states_to_the_drafter(model: Path, tmp_path: Path) -> None:
+    observer = Recorder()
+    config = tiny_run(
+        model, tmp_path,
+        drafter={"states": "engine", "pack_tokens": 256, "micro_step_budget_s": 0.05, "training": {"when": "always"}},
+        run={"dir": str(tmp_path / "runs"), "steps": 2, "eval_prompts": 0, "compare_prompts": 0},
+    )  # fmt: skip
+    run_local(config, observer)
+    assert len(observer.steps) == 2
+    assert sum(m.drafter_micro_steps for m in observer.steps) > 0, "there was nothing to learn from"
+    assert "states_dropped" not in {e.kind for e in observer.events}
+
+
 def test_a_run_on_a_gpu_leaves_its_joules_in_the_run_folder(model: Path, tmp_path: Path) -> None:
     config = tiny_run(model, tmp_path, run={"dir": str(tmp_path / "runs"), "steps": 2, "eval_prompts": 2})
     folder = RunFolder(config)
