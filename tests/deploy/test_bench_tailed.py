@@ -173,7 +173,9 @@ def test_graphs_of_the_naive_set_have_no_limit() -> None:
     assert set(strategies_by_depth(found["one_strategy"].speculation)) == {5} and found["pool"] is config
     graphs = found["naive"].rollout.engine.graphs
     assert graphs.step == 1 and graphs.max_nodes > 10**8
-    part = {"depth": 5, "largest": 8, "count": 3, "bytes": 100, "seconds": 1.0}
-    told = bench_graphs.summary({"one_strategy": [part], "naive": [part] * 4, "pool": [part, part | {"bytes": 25}]})
+    part = {"depth": 5, "largest": 8, "count": 3, "device_bytes": 100, "seconds": 1.0}
+    told = bench_graphs.summary(
+        {"one_strategy": [part], "naive": [part] * 4, "pool": [part, part | {"device_bytes": 25}]}
+    )
     assert told["ratio"] == 1.25 and told["naive_ratio"] == 4.0
     assert "1.25" in bench_graphs.table(told)
