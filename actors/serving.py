@@ -71,8 +71,8 @@ class HandleGenerator:
     """Over a deployment's handle. When the server that answers is lost, another one begins anew as long as the client
     was told nothing: always for an answer that is told at its end, with `stream` before the first token."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
+    def __init__(self, handle: DeploymentHandle, tell_s: float = TELL_S) -> None:
+        self._handle, self._tell_s = handle, tell_s
 
     async def generate(self, asked: Generation) -> AsyncGenerator[Increment, None]:
         for attempt in range(TRIES):
@@ -108,10 +108,10 @@ class HandleGenerator:
 
     async def served(self) -> ServedVersions:
         try:
-            async with asyncio.timeout(TELL_S):
+            async with asyncio.timeout(self._tell_s):
                 found: ServedVersions = await self._handle.served.remote()
         except TimeoutError:
-            raise WaitTimeoutError(f"no model server told its versions within {TELL_S:g} s") from None
+            raise WaitTimeoutError(f"no model server told its versions within {self._tell_s:g} s") from None
         except LOST as error:
             raise ServiceLostError("the model server", f"its process died ({type(error).__name__})") from error
         return found
@@ -119,7 +119,7 @@ class HandleGenerator:
     async def views(self) -> tuple[ServerView, ...]:
         """Of those that answer in time."""
         try:
-            told = await self._handle.broadcast("view").results_async(timeout_s=TELL_S, return_exceptions=True)
+            told = await self._handle.broadcast("view").results_async(timeout_s=self._tell_s, return_exceptions=True)
         except TimeoutError:
             return ()
         return tuple(view for view in told if isinstance(view, ServerView))
