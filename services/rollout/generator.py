@@ -76,7 +76,7 @@ class EngineGenerator:
         self._engine, self._after_load = engine, after_load or (lambda: None)
         self._learner = learner
         self._pause_s: float | None = None  # of silence before the learner may work; None: it may not
-        self._idle = False
+        self._idle = self._untaken = False  # nothing came for so long; answers ended that the learner does not know
         self._tally = Tally()
         self._max_running, self._max_waiting = max_running, max_waiting
         self._turnover = Turnover(clock)
@@ -270,6 +270,7 @@ class EngineGenerator:
     def _told(self, finished: Sequence[Rollout]) -> None:
         for rollout in finished:
             self._tally.count(rollout)
+            self._untaken = True
             self._pause_s = None if self._learner is None else GRACE_S
             ticket = self._running.pop(rollout.rollout_id, None)
             if ticket is not None:
@@ -333,7 +334,9 @@ class EngineGenerator:
     def _learn(self, learner: Learner) -> None:
         """Serving does not end with it: a learner that finds no memory is let go."""
         try:
-            learner.add(self._engine.take_states(0)[1])
+            if self._untaken:
+                self._untaken = False
+                learner.add(self._engine.take_states(0)[1])
             spare = learner.work()
         except torch.OutOfMemoryError as error:
             LOG.error("no memory to learn from what is served, which ends: lower drafter.pack_tokens (%s)", error)

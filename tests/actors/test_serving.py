@@ -46,7 +46,7 @@ def asking(**answers: Any) -> HandleGenerator:
 
 def test_versions_are_not_waited_for_for_ever() -> None:
     assert asyncio.run(asking(answer=ServedVersions(1, 2)).served()) == ServedVersions(1, 2)
-    with pytest.raises(WaitTimeoutError, match="no model server told its versions within 0.05 s"):
+    with pytest.raises(WaitTimeoutError, match=r"no model server told its versions within 0\.05 s"):
         asyncio.run(asking().served())
     with pytest.raises(ServiceLostError, match="its process died"):
         asyncio.run(asking(answer=RayActorError()).served())
