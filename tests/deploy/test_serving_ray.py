@@ -52,13 +52,14 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     run = make_served_run(tmp_path_factory.mktemp("serving"))
-    args = ServeArguments(source=ModelSource(path=str(run), checkpoint=1), settings=PATIENT, min_replicas=2,
+    args = ServeArguments(source=ModelSource(path=str(run)), settings=PATIENT, min_replicas=2,
                           max_replicas=2, max_waiting=400, learn_to=str(run / "learned"))  # fmt: skip
     with (
         ray_session(config_of_server(args), check=False),
         application(args, "127.0.0.1", 0) as port,
     ):
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+        deploy(args, ModelSource(path=str(run), checkpoint=1))
         yield Cluster(args, client, run)
 
 
@@ -160,8 +161,7 @@ def test_a_version_of_one_server_reaches_the_other(cluster: Cluster) -> None:
 
 
 def test_a_run_that_goes_on_is_followed(cluster: Cluster) -> None:
-    folder = cluster.run / "checkpoints"
-    args = cluster.args.model_copy(update={"source": ModelSource(path=str(cluster.run))})
+    folder, args, before = cluster.run / "checkpoints", cluster.args, cluster.process_ids()
     newest, aside = checkpoint_of(args.source), folder.with_name("aside")
     newest.rename(aside)
     second = checkpoint_of(args.source)
@@ -171,6 +171,7 @@ def test_a_run_that_goes_on_is_followed(cluster: Cluster) -> None:
     aside.rename(newest)
     assert swap_to_newer(args, second) == newest
     wait_for(lambda: _served(cluster) == {"policy-3"}, "every replica serves the newer one")
+    assert cluster.process_ids() <= before, "no replica was started anew"
 
 
 def _fingerprints(cluster: Cluster) -> set[str]:
