@@ -14,6 +14,7 @@ Serve shows.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 
 from actors.serving import HandleGenerator, ModelServer
-from deploy.serving_learning import KEEP_STATES, build_learner, check_learning
+from deploy.serving_learning import KEEP_STATES, build_learner, check_learning, told_at_start
 from deploy.serving_source import ModelSource, read_weights, serving_config
 from deploy.token import VARIABLE
 from services.config.schema import ClusterConfig
@@ -36,6 +37,7 @@ from services.models.tokenizer import Tokenizer, load_tokenizer
 from services.rollout.generator import EngineGenerator, ModelWeights
 from services.rollout.service import build_engine
 
+LOG = logging.getLogger("ray.serve")  # a replica's own file
 API, MODEL, APPLICATION = "api", "model", "longtail-serving"
 
 
@@ -106,7 +108,10 @@ def config_of_server(args: ServeArguments) -> ClusterConfig:
 def build_generator(args: ServeArguments) -> EngineGenerator:
     config = config_of_server(args)
     engine, after_load = build_engine(config, 0)
-    learner = None if args.learn_to is None else build_learner(config, Path(args.learn_to))
+    learner = None
+    if args.learn_to is not None:
+        learner = build_learner(config, Path(args.learn_to))
+        LOG.info(told_at_start(config, Path(args.learn_to)))
     most = config.rollout.engine.max_running, args.max_waiting
     return EngineGenerator(engine, *most, time.monotonic, after_load, learner)
 
