@@ -13,13 +13,15 @@ WITH_RAY = "files that start Ray"
 
 @cache
 def unit_of(file: str) -> str:
-    return WITH_RAY if "mark.ray" in (ROOT / file).read_text(encoding="utf-8") else file
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return WITH_RAY if "mark.ray" in text and "two_nodes" not in text else file
 
 
 class FilesAndRay(LoadScopeScheduling):
-    """A file stays in one process, for its fixtures. All files that start Ray stay in one, too, so that no two of them
-    meet on a machine of two cores; what happens beside them are tests of one process each. Give it
-    `--no-loadscope-reorder`: the files with Ray, together the longest, are then among the first to be handed out.
+    """A file stays in one process, for its fixtures. All files that start Ray on this machine stay in one, too: none
+    finds another's Ray, and two cores have one to carry. Those whose Ray lives in network and process namespaces of
+    its own may run beside them; they wait most of their time. Give it `--no-loadscope-reorder`: the files with Ray,
+    together the longest, are then among the first to be handed out.
     """
 
     def _split_scope(self, nodeid: str) -> str:

@@ -198,13 +198,23 @@ def test_a_run_without_ray_cannot_be_reached(tmp_path: Path) -> None:
         ProcessChannel(tmp_path).send("none", ControlRequest("pause"))
 
 
-@pytest.mark.slow
-def test_a_ray_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_a_ray_that_is_gone_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a process is started that would look for it."""
+    monkeypatch.setattr("deploy.control.PROCESS_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     channel = folder_of(tmp_path, {"ray": {"address": f"127.0.0.1:{port}", "auth_mode": "disabled"}})
-    with pytest.raises((ServiceLostError, WaitTimeoutError), match=f"127.0.0.1:{port}"):
+    with pytest.raises(ServiceLostError, match=rf"Ray at 127\.0\.0\.1:{port} is lost: .*refused: the run has ended"):
         channel.send("a", ControlRequest("pause"))
+
+
+def test_one_that_is_no_ray_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.control.PROCESS_S", 3.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        channel = folder_of(tmp_path, {"ray": {"address": address, "auth_mode": "disabled"}})
+        with pytest.raises(WaitTimeoutError, match=f"no connection to Ray at {address} within 3 s"):
+            channel.send("a", ControlRequest("pause"))
 
 
 def test_how_a_ray_is_reached_comes_from_the_run_unless_a_person_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
