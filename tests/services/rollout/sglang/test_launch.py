@@ -229,6 +229,7 @@ def test_states_that_never_come_are_not_waited_for_for_ever(engine: Engine, hast
     with pytest.raises(WaitTimeoutError, match=r"rollout-3: SGLang did not finish handing over the hidden states"):
         hasty.take_states()
     engine.tokenizer_manager.trouble.hang = ""
+    hasty._timeout_s = 60.0
     engine.send_to_rpc.answers.append(RpcReqOutput(success=False, message="late"))
     assert hasty.take_states().rids == ()
     with pytest.raises(BatchError, match="late"):
