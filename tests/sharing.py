@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
@@ -26,3 +27,15 @@ class FilesAndRay(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return unit_of(nodeid.partition("::")[0])
+
+    def remove_node(self, node: Any) -> str | None:
+        """The test under way when a process ended, as by its time-out, has failed: left unmarked it would end the next
+        process, too."""
+        for unit in self.assigned_work[node].values():
+            for nodeid, done in unit.items():
+                if not done:
+                    unit[nodeid] = True
+                    super().remove_node(node)
+                    return nodeid
+        super().remove_node(node)
+        return None
