@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class Tab:
