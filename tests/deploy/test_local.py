@@ -60,7 +60,9 @@ def test_every_part_of_a_run_works_together(model: Path, tmp_path: Path) -> None
 
 
 def test_a_run_on_a_gpu_leaves_its_joules_in_the_run_folder(model: Path, tmp_path: Path) -> None:
-    config = tiny_run(model, tmp_path, run={"dir": str(tmp_path / "runs"), "steps": 2, "eval_prompts": 2})
+    config = tiny_run(
+        model, tmp_path, run={"dir": str(tmp_path / "runs"), "steps": 2, "eval_prompts": 2, "compare_prompts": 0}
+    )
     folder = RunFolder(config)
     reader = ScriptedReader(time.monotonic, {"GPU-a": lambda t: 250.0 * t}, {"3": "GPU-a"})
     run_local(config, folder, gpu="3", open_reader=lambda entries: reader)
@@ -85,7 +87,12 @@ def test_a_run_on_a_gpu_leaves_its_joules_in_the_run_folder(model: Path, tmp_pat
 
 
 def test_a_run_goes_on_from_the_drafter_of_the_one_before(model: Path, tmp_path: Path) -> None:
-    config = tiny_run(model, tmp_path, drafter={"checkpoint_dir": str(tmp_path / "kept"), "pack_tokens": 256})
+    config = tiny_run(
+        model,
+        tmp_path,
+        drafter={"checkpoint_dir": str(tmp_path / "kept"), "pack_tokens": 256},
+        run={"dir": str(tmp_path), "steps": 2, "eval_prompts": 0, "compare_prompts": 0},
+    )
     run_local(config, Recorder())
     give_up = time.monotonic() + 120
     while not whole_checkpoints(tmp_path / "kept"):
