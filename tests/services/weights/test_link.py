@@ -25,7 +25,7 @@ from services.weights.send import Outbox
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
 CONFIG = WeightsConfig(transport="collective", part_bytes=3000, connect_timeout_s=60.0, part_timeout_s=30.0)
-PATIENCE_S = 600.0  # more than a test may take: one that waits for it to pass does not end well
+PATIENCE_S = 600.0  # more than a test may take: one that waits until it has passed ends as a failure
 VERSION = {f"{n}.weight": torch.arange(500.0) + n for n in range(5)}
 
 
