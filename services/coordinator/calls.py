@@ -63,6 +63,7 @@ class Calls:
         self._deadlines: list[tuple[float, int, _Call]] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self.blobs_lost = False
+        self.answered_s = clock()  # when the answer was there that is being dealt with
         self._answers: dict[str, float] = {}
 
     def post(
@@ -180,7 +181,9 @@ class Calls:
             self.blobs_lost = True
             call.gone(str(error))
         else:
-            self._answers[call.owner] = self._clock()
+            now = self._clock()
+            self.answered_s = call.pending.answered_s or now
+            self._answers[call.owner] = now
             call.done(answer)
 
     def _overdue(self) -> None:

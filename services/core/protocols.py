@@ -44,6 +44,10 @@ class Pending(Protocol[T_co]):
     @property
     def what(self) -> str: ...
 
+    @property
+    def answered_s(self) -> float | None:
+        """When the answer was there, on the clock of whoever asked; None before."""
+
     def result(self, timeout_s: float) -> T_co: ...
 
 

@@ -32,8 +32,8 @@ class Exporter:
 
     def __init__(self, config: MetricsConfig, metrics: RunMetrics, clock: Clock) -> None:
         self._metrics, self._clock = metrics, clock
-        self._served: list[Family] = []
-        self._offered: list[Family] | None = None
+        self._served: State | None = None
+        self._offered: State | None = None
         self._next_s = 0.0
         registry = CollectorRegistry()
         registry.register(self)
@@ -47,8 +47,9 @@ class Exporter:
         self.host, self.port = config.host, int(self._server.server_port)
 
     def collect(self) -> Iterable[Family]:
-        """For prometheus_client."""
-        return self._served
+        """For prometheus_client, in the thread of whoever scrapes: nothing is put together that nobody reads."""
+        served = self._served
+        return [] if served is None else self._metrics.families(served)
 
     def offer(self, force: bool = False) -> State | None:
         """The present values; None when it is not time yet, unless `force`."""
@@ -56,8 +57,8 @@ class Exporter:
         if now < self._next_s and not force:
             return None
         self._next_s = now + PERIOD_S
-        state, self._offered = self._metrics.read()
-        return state
+        self._offered = self._metrics.read()
+        return self._offered
 
     def acknowledge(self) -> None:
         """What was offered last is safe."""

@@ -25,7 +25,7 @@ def values() -> Values:
 def scraped(values: Values) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     class Once:
         def collect(self) -> object:
-            return values.families()
+            return values.families(values.take())
 
     registry = CollectorRegistry()
     registry.register(Once())  # type: ignore[arg-type]
