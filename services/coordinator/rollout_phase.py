@@ -1,8 +1,9 @@
 """One rollout phase: prompt groups go to servers, finished groups come out, idle slots train the drafter.
 
-Each ready server with work has exactly one `advance` outstanding, of about `advance_budget_s`. Whenever any call is
-answered the phase looks again: give out queued work, release slots that have none, start or stop drafting, move the
-last rollouts of a server to another one when the drafter wants its slot.
+Each ready server with work has exactly one `advance` outstanding, of about `advance_budget_s`, longer where so many
+servers work that their answers would be more than the coordinator can deal with. Whenever any call is answered the
+phase looks again: give out queued work, release slots that have none, start or stop drafting, move the last rollouts of
+a server to another one when the drafter wants its slot.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from services.coordinator.fleet import Fleet
 from services.coordinator.leases import LeaseBook
 from services.coordinator.ledger import FinishedGroup, Ledger
 from services.coordinator.progress import ProgressBoard
-from services.coordinator.scheduler import Slots, SlotView
+from services.coordinator.scheduler import Pace, Slots, SlotView
 from services.coordinator.strategies import StrategyLog
 from services.coordinator.tail_moves import TailMoves
 from services.coordinator.telemetry.facts import Telemetry
@@ -39,6 +40,7 @@ class RolloutPhase:
         clock: Clock,
         board: ProgressBoard,
         max_running: int,
+        pace: Pace,
         call_timeout_s: float,
         tail: TailMoves,
         telemetry: Telemetry,
@@ -59,6 +61,7 @@ class RolloutPhase:
         self._clock = clock
         self._board = board
         self._max_running = max_running
+        self._pace = pace
         self._timeout_s = call_timeout_s
         self._ledger = Ledger([])
         self._seen = Slots()
@@ -188,15 +191,17 @@ class RolloutPhase:
     # ------------------------------------------------------------------ one outstanding `advance` per server with work
 
     def _advance(self) -> None:
-        for slot in sorted(self._views().working.difference(self._advancing)):
-            self._advance_one(slot)
+        working = self._views().working
+        stretch_s = self._pace.of(len(working))
+        for slot in sorted(working.difference(self._advancing)):
+            self._advance_one(slot, stretch_s)
 
-    def _advance_one(self, slot: int) -> None:
+    def _advance_one(self, slot: int, stretch_s: float) -> None:
         client, epoch = self._fleet.client(slot), self._leases[slot].epoch
         self._advancing[slot] = self._ledger.held(slot)
         self._calls.post(
             client.name,
-            client.advance(self._tail.budget_s(slot), epoch),
+            client.advance(self._tail.shortened(slot, stretch_s), epoch),
             lambda report: self._reported(slot, epoch, report),
             lambda reason: self._fleet.lose(slot, reason),
             self._timeout_s,

@@ -68,6 +68,20 @@ class Slots:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often servers report. `stretch_s`: how long one generates before it does; `reports_per_s`: of all together at
+    most, for which stretches get longer with the number of servers, up to `longest_s`."""
+
+    stretch_s: float
+    reports_per_s: float
+    longest_s: float
+
+    def of(self, servers: int) -> float:
+        """The stretch of each while so many have work."""
+        return max(self.stretch_s, min(servers / self.reports_per_s, self.longest_s))
+
+
 def hand_out(pending: Sequence[GroupWork], slots: Slots, max_running: int) -> list[Assignment]:
     """Give queued work to servers, one prompt group at a time, always to the least loaded one that has room.
 

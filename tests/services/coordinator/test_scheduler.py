@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.coordinator import scheduler
-from services.coordinator.scheduler import Slots, SlotView
+from services.coordinator.scheduler import Pace, Slots, SlotView
 from services.coordinator.work import make_work, prompts_of_step, rollout_seed
 from services.core.types import SlotState
 from tests.services.coordinator.fakes import SAMPLING, make_prompts
@@ -156,6 +156,17 @@ def test_the_sets_of_slots_are_those_of_the_newest_views_whatever_was_put_before
         "filled": where(lambda v: v.state is S.ROLLOUT and v.outstanding > 0),
     }
     assert all(kept[v.slot] is v for v in plain)
+
+
+@given(st.floats(0.01, 5.0), st.integers(0, 10_000), st.floats(1.0, 1000.0), st.floats(5.0, 100.0))
+def test_servers_report_no_more_often_than_all_together_may(
+    stretch_s: float, servers: int, reports_per_s: float, longest_s: float
+) -> None:
+    pace = Pace(stretch_s, reports_per_s, longest_s)
+    assert stretch_s <= pace.of(servers) <= max(stretch_s, longest_s)
+    assert pace.of(servers) == longest_s or servers / pace.of(servers) <= reports_per_s * (1 + 1e-9)
+    if servers / stretch_s <= reports_per_s:
+        assert pace.of(servers) == stretch_s, "nobody waits longer than it must"
 
 
 def test_servers_drain_once_nothing_waits() -> None:
