@@ -46,21 +46,23 @@ DECISIONS = "longtail_decision_seconds"
 
 @dataclass(frozen=True)
 class Load:
-    """`advance_s`: how often a server reports; `median`, `longest`: of responses, in tokens of about 7 ms."""
+    """`advance_s`: how often a server reports, `reports_per_s` permitting, which is of all together; `median`,
+    `longest`: of responses, in tokens of about 7 ms: a phase lasts as long as a real one's tail."""
 
     slots: int = 1000
     hosts: int = 2
     advance_s: float = 1.0
+    reports_per_s: float = 400.0
     steps: int = 1
     rollouts: int = 8
-    median: float = 400.0
-    longest: int = 1500
+    median: float = 1500.0
+    longest: int = 4500
     limit_s: float = 600.0
 
 
 def run_bench(config: ClusterConfig, load: Load, say: Callable[[str], None] = print) -> dict[str, Any]:
     question = Question(max_tokens=load.longest, rollouts=load.rollouts, steps=load.steps - 1, advance_s=load.advance_s)
-    config = in_mode(sized(config, question, load.slots), "tlt")
+    config = in_mode(_paced(sized(config, question, load.slots), load.reports_per_s), "tlt")
     lengths = LogNormal(load.median, 1.0, load.longest)
     scenario = scenario_of(SHAPES["7b"], lengths, load.slots, 0.0, question.stretch, 0)
     with ray_session(config, check=False):
@@ -77,6 +79,12 @@ def run_bench(config: ClusterConfig, load: Load, say: Callable[[str], None] = pr
         found = _follow(coordinator, processes, load.limit_s)
         calls, gaps = _measured(hosts)
     return _result(load, found, calls, gaps, say)
+
+
+def _paced(config: ClusterConfig, reports_per_s: float) -> ClusterConfig:
+    tree = config.model_dump()
+    tree["coordinator"]["reports_per_s"] = reports_per_s
+    return ClusterConfig.model_validate(tree)
 
 
 def _answering(hosts: Sequence[Any]) -> list[psutil.Process]:
@@ -159,6 +167,7 @@ def _result(
         "slots": load.slots,
         "hosts": load.hosts,
         "advance_s": load.advance_s,
+        "reports_per_s": load.reports_per_s,
         "steps": found.summary["steps"],
         "rollouts": found.summary["rollouts"],
         "seconds": round(found.seconds, 1),

@@ -67,6 +67,7 @@ class RolloutPhase:
         self._seen = Slots()
         self._answered_s: dict[int, float] = {}  # slot: when the answer came whose server has no new order yet
         self._advancing: dict[int, frozenset[tuple[str, int]]] = {}  # slot: what its server had when it was asked
+        self._begun: set[int] = set()  # slots whose server generated in this phase
         self._states_step: int | None = None
         # slots whose server was asked for its states in this phase, and those that have not answered yet
         self._collected: set[int] = set()
@@ -86,6 +87,7 @@ class RolloutPhase:
         ledger = self._ledger = Ledger(works)
         self._seen = Slots(self._view(slot) for slot in range(len(self._leases)))
         self._answered_s.clear()
+        self._begun.clear()
         self._tail.begin(ledger)
         self._states_step, self._collected = states_step, set()
         self._fleet.renew_ready()
@@ -194,7 +196,9 @@ class RolloutPhase:
         working = self._views().working
         stretch_s = self._pace.of(len(working))
         for slot in sorted(working.difference(self._advancing)):
-            self._advance_one(slot, stretch_s)
+            first = slot not in self._begun
+            self._advance_one(slot, self._pace.first(slot, len(working)) if first else stretch_s)
+            self._begun.add(slot)
 
     def _advance_one(self, slot: int, stretch_s: float) -> None:
         client, epoch = self._fleet.client(slot), self._leases[slot].epoch

@@ -32,6 +32,8 @@ class Assignment:
 
 
 ACCEPTS_WORK = frozenset({SlotState.ROLLOUT, SlotState.DRAINING})
+# Of a first stretch that is spread: the shortest; and the step that spreads any number of slots evenly.
+SOONEST, GOLDEN = 0.2, 0.6180339887498949
 
 
 class Slots:
@@ -80,6 +82,12 @@ class Pace:
     def of(self, servers: int) -> float:
         """The stretch of each while so many have work."""
         return max(self.stretch_s, min(servers / self.reports_per_s, self.longest_s))
+
+    def first(self, slot: int, servers: int) -> float:
+        """The first stretch of a phase. All servers begin at once; where stretches are longer for their number, they
+        end one after the other from the first time on, and go on so."""
+        full = self.of(servers)
+        return full if full <= self.stretch_s else full * (SOONEST + (1 - SOONEST) * (slot * GOLDEN % 1.0))
 
 
 def hand_out(pending: Sequence[GroupWork], slots: Slots, max_running: int) -> list[Assignment]:
