@@ -80,6 +80,6 @@ def _place(load: Load) -> tuple[int, int]:
 
 
 def _drop(places: list[tuple[float, int]] | list[tuple[int, int]], place: tuple[float, int]) -> None:
-    at = bisect_left(places, place)  # type: ignore[arg-type]
+    at = bisect_left(places, place)
     assert places[at] == place
     del places[at]

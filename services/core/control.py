@@ -31,9 +31,9 @@ def refuse_tensors(message: Any, what: str) -> None:
         )
 
 
-def _smuggled(message: Any) -> tuple[str, type] | None:
+def _smuggled(message: object) -> tuple[str, type] | None:
     """(path inside `message`, type) of the first thing that does not belong there."""
-    kind = type(message)
+    kind: type = type(message)
     if kind in _PLAIN or _is_plain(kind):
         return None
     if _is_array(kind):
@@ -47,7 +47,7 @@ def _smuggled(message: Any) -> tuple[str, type] | None:
     return None
 
 
-def _parts(message: Any, kind: type) -> Iterable[tuple[Any, Any]]:
+def _parts(message: object, kind: type) -> Iterable[tuple[Any, Any]]:
     """(field name, or place in brackets, part) of a record, a mapping or a sequence."""
     names = _field_names(kind)
     if names is not None:
