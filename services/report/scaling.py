@@ -29,7 +29,7 @@ def draw_scaling(rows: Sequence[Row]) -> str:
     panels = [
         _panel("Simulated step, times as fast as OFF", _series(learned, lambda r: r["speedup_over_off"])),
         _panel(
-            "Slot time without rollout work (wide), of it training (thin), %",
+            "Slot time without work (wide), training (thin), %",
             _series(full, lambda r: 100 * r["freed_share"] * r["reclaimed_share"]),
             _series(full, lambda r: 100 * r["freed_share"]),
         ),
