@@ -68,7 +68,7 @@ def _graphs_of(config: ClusterConfig) -> list[dict[str, Any]]:
 
 def summary(parts: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """`ratio`: the pool's memory over one strategy's."""
-    total = {name: sum(g["bytes"] for g in found) for name, found in parts.items()}
+    total = {name: sum(g["device_bytes"] for g in found) for name, found in parts.items()}
     one = max(1, total["one_strategy"])
     return {
         "bytes": total,
@@ -82,7 +82,7 @@ def table(result: Mapping[str, Any]) -> str:
     lines = [f"{'graphs of':15}{'depth':>6}{'up to':>7}{'sizes':>7}{'MiB':>9}{'seconds':>9}"]
     for name, found in result["parts"].items():
         for g in found:
-            mib = g["bytes"] / 2**20
+            mib = g["device_bytes"] / 2**20
             lines.append(f"{name:15}{g['depth']:6}{g['largest']:7}{g['count']:7}{mib:9.0f}{g['seconds']:9.1f}")
         lines.append(f"{name:15}{'all':>6}{'':14}{result['bytes'][name] / 2**20:9.0f}")
     lines.append(f"pool / one strategy: {result['ratio']:.2f}; naive / one strategy: {result['naive_ratio']:.2f}")

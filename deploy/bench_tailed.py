@@ -3,7 +3,8 @@ with our selector, on one GPU.
 
 All engines are alive together and take turns within every repeat; the first repeat warms up and is dropped. A repeat's
 prompts and lengths are the same for all: lengths are quantiles of a log-normal distribution, the longest more than ten
-times the median, and nothing ends earlier. Prompts are new in every repeat. The tail is the part with at most 8
+times the median, and nothing ends earlier; each goes to a prompt whose worked trace is about as long, so that what is
+generated is what the model was warmed up on. Prompts are new in every repeat. The tail is the part with at most 8
 unfinished requests. Besides: what switching between OFF and the deepest chain costs 16 requests with long contexts.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -24,14 +26,16 @@ from deploy.inputs import load_inputs
 from deploy.provenance import provenance
 from deploy.session import ray_session
 from deploy.tailed_plot import draw
-from deploy.tailed_runs import TAIL, SwitchStall, TailRun, lognormal_lengths
+from deploy.tailed_runs import TAIL, SwitchStall, TailRun, fitting, lognormal_lengths
 from deploy.tailed_server import OURS, STOCK, TailServer, mode_configs
 from services.config.schema import ClusterConfig
 from services.core.errors import ConfigError
 from services.core.types import GroupWork, Prompt, SamplingParams
+from services.data.traces import chain_sum_trace
 from services.models.files import model_dir, read_grown
 
 SIGMA = 0.93  # of log lengths: at 128 rollouts the longest is 11.8 times the median
+POOL = 8  # prompts to choose from, for each rollout
 STALLED, CONTEXT, ROOM = 16, 4000, 512  # requests, tokens of context each and behind it, while strategies are switched
 
 Runs = dict[str, list[TailRun]]
@@ -103,11 +107,14 @@ def _batches(config: ClusterConfig, count: int, rollouts: int) -> list[list[Grou
     lengths = lognormal_lengths(rollouts, sampling.max_tokens, SIGMA)
     batches = []
     for repeat in range(count):
-        chosen = list(islice(prompts, rollouts))
-        if len(chosen) < rollouts:
-            raise ConfigError("too few prompts for so many repeats: raise data.source.size")
+        pool = list(islice(prompts, POOL * rollouts))
+        if len(pool) < POOL * rollouts:
+            raise ConfigError(
+                f"{count} batches take {POOL * rollouts * count} prompts to choose from: raise data.source.size"
+            )
+        chosen = fitting(lengths, [len(chain_sum_trace(p.text, Random(0))) for p in pool])
         params = [SamplingParams(temperature=sampling.temperature, max_tokens=n) for n in lengths]
-        batches.append([_work(repeat, i, p, s) for i, (p, s) in enumerate(zip(chosen, params, strict=True))])
+        batches.append([_work(repeat, i, pool[at], s) for i, (at, s) in enumerate(zip(chosen, params, strict=True))])
     return batches
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, median
@@ -25,6 +26,19 @@ def lognormal_lengths(count: int, longest: int, sigma: float) -> list[int]:
     normal = NormalDist()
     factors = [math.exp(sigma * normal.inv_cdf((i + 0.5) / count)) for i in range(count)]
     return [max(2, round(longest * f / factors[-1])) for f in factors]
+
+
+def fitting(lengths: Sequence[int], natural: Sequence[int]) -> list[int]:
+    """For each of `lengths`, the index of a prompt of its own, whose response is about as long by itself (`natural`):
+    the shortest that is long enough, or the longest that is left. Behind its end a model writes what no drafter knows.
+    """
+    order, chosen = sorted(range(len(natural)), key=lambda i: natural[i]), [0] * len(lengths)
+    left = [natural[i] for i in order]
+    for at in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        found = min(bisect_left(left, lengths[at]), len(left) - 1)
+        chosen[at] = order.pop(found)
+        left.pop(found)
+    return chosen
 
 
 @dataclass(frozen=True)

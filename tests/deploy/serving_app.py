@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from openai import OpenAI
 from deploy.serve_model import app_here
 from deploy.serving import ServeArguments, build_generator, weights_of
 from deploy.serving_source import ModelSource
+from services.core.types import Rollout
 from services.gateway.guard import Guard
 from services.rollout.generator import EngineGenerator
 
@@ -54,6 +55,23 @@ def served_here(args: ServeArguments) -> Iterator[Served]:
             yield Served(url, generator, app)
     finally:
         generator.close()
+
+
+@contextmanager
+def standing(generator: EngineGenerator) -> Iterator[None]:
+    """The engine makes no token meanwhile, however fast the machine is, and still hears what is asked."""
+    engine = generator._engine
+    step = engine.step
+
+    def still(wait_s: float) -> Sequence[Rollout]:
+        time.sleep(0.01)
+        return ()
+
+    engine.step = still  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        engine.step = step  # type: ignore[method-assign]
 
 
 @contextmanager

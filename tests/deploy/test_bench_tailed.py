@@ -5,19 +5,23 @@ from __future__ import annotations
 import itertools
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from random import Random
 from statistics import median
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deploy import bench_graphs
-from deploy.bench_tailed import SIGMA, chosen_modes, stall_context, summary, table
+from deploy.bench_tailed import SIGMA, _batches, chosen_modes, stall_context, summary, table
 from deploy.cli_shared import config_of
 from deploy.tailed_plot import draw
-from deploy.tailed_runs import LAG, TAIL, TailRun, lognormal_lengths, run_tail, switch_stall
+from deploy.tailed_runs import LAG, TAIL, TailRun, fitting, lognormal_lengths, run_tail, switch_stall
 from deploy.tailed_server import OURS, STOCK, mode_arguments, mode_configs
 from services.core.errors import ConfigError
 from services.core.types import SamplingParams
+from services.data.traces import chain_sum_trace
 from services.rollout.sglang.engine import SGLangEngine
 from services.rollout.sglang.order import strategies_by_depth
 from services.speculation.strategy import OFF
@@ -34,6 +38,29 @@ def test_the_longest_response_is_more_than_ten_times_the_median(count: int) -> N
     lengths = lognormal_lengths(count, 1024, SIGMA)
     assert len(lengths) == count and lengths[-1] == 1024 and lengths == sorted(lengths)
     assert lengths[-1] >= 10 * median(lengths) and lengths[0] >= 2
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.lists(st.integers(1, 60), max_size=20))
+def test_each_length_goes_to_a_prompt_of_its_own_that_writes_so_much(lengths: list[int], more: list[int]) -> None:
+    natural = [*lengths, *more]
+    assert [natural[i] for i in fitting(lengths, natural)] == lengths, "a perfect match is there"
+    short = [max(1, n - 7) for n in natural]
+    chosen = fitting(lengths, short)
+    assert len(set(chosen)) == len(lengths)
+    left = [short[i] for i in set(range(len(short))) - set(chosen)]
+    for n, i in zip(lengths, chosen, strict=True):
+        assert not any(n <= other < short[i] for other in left), "too long, and a shorter one would have done"
+        assert short[i] >= n or all(other <= short[i] for other in left), "too short, and a longer one is left"
+
+
+def test_batches_are_of_prompts_whose_traces_are_about_as_long() -> None:
+    config = config_of("reasoner-adaptive", ["model.path=pocket", "data.source.size=3000"])
+    (one, other) = _batches(config, 2, 64)
+    assert not {w.prompt.text for w in one} & {w.prompt.text for w in other}
+    gaps = [len(chain_sum_trace(w.prompt.text, Random(0))) - w.sampling.max_tokens for w in one]
+    assert sum(0 <= gap <= 40 for gap in gaps) >= 48, gaps
+    with pytest.raises(ConfigError, match=r"raise data\.source\.size"):
+        _batches(config, 9, 64)
 
 
 # ------------------------------------------------------------------ watching an engine
@@ -173,7 +200,9 @@ def test_graphs_of_the_naive_set_have_no_limit() -> None:
     assert set(strategies_by_depth(found["one_strategy"].speculation)) == {5} and found["pool"] is config
     graphs = found["naive"].rollout.engine.graphs
     assert graphs.step == 1 and graphs.max_nodes > 10**8
-    part = {"depth": 5, "largest": 8, "count": 3, "bytes": 100, "seconds": 1.0}
-    told = bench_graphs.summary({"one_strategy": [part], "naive": [part] * 4, "pool": [part, part | {"bytes": 25}]})
+    part = {"depth": 5, "largest": 8, "count": 3, "device_bytes": 100, "seconds": 1.0}
+    told = bench_graphs.summary(
+        {"one_strategy": [part], "naive": [part] * 4, "pool": [part, part | {"device_bytes": 25}]}
+    )
     assert told["ratio"] == 1.25 and told["naive_ratio"] == 4.0
     assert "1.25" in bench_graphs.table(told)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.deploy.serving_app import EAGLE, OFF, Served, arguments, chunk_texts, served_here, until
+from tests.deploy.serving_app import EAGLE, OFF, WAIT_S, Served, arguments, chunk_texts, served_here, standing, until
 
 pytestmark = pytest.mark.timeout(400)
 PROMPTS = [f"{a}+{b}+{c}=" for a, b, c in ((12, 7, 5), (3, 88, 40), (61, 9, 2), (5, 5, 99), (17, 4, 33))]
@@ -198,24 +199,25 @@ def test_a_token_is_asked_for_when_there_is_one(monkeypatch: pytest.MonkeyPatch)
         )  # before the body is read
         assert made.client("a-token-of-this-test").models.list().data
         assert httpx.get(f"{made.url}/health").json() == {"status": "ok"}
-        with pytest.raises(openai.InternalServerError, match="ask for fewer tokens") as slow:
-            made.client("a-token-of-this-test").completions.create(
-                model="pocket", prompt=PROMPTS[1], max_tokens=200, temperature=2.0, n=2
-            )
+        with (
+            standing(made.generator),
+            pytest.raises(openai.InternalServerError, match="ask for fewer tokens") as slow,
+        ):
+            made.client("a-token-of-this-test").completions.create(model="pocket", prompt=PROMPTS[1], max_tokens=20)
         assert slow.value.status_code == 504
         until(lambda: made.generator._engine.num_running == 0, "the slow answer is dropped")
 
 
 def test_too_many_requests_are_told_when_to_come_back() -> None:
-    with served_here(arguments(OFF, rows=2, max_waiting=0)) as made:
-        with made.client().completions.create(
-            model="pocket", prompt="9+9=", max_tokens=200, temperature=2.0, n=2, stream=True
-        ) as running:
-            next(iter(running))
+    with served_here(arguments(OFF, rows=2, max_waiting=0)) as made, ThreadPoolExecutor(1) as pool:
+        ask: dict[str, Any] = {"model": "pocket", "prompt": "9+9=", "max_tokens": 20, "n": 2}
+        with standing(made.generator):
+            first = pool.submit(made.client().completions.create, **ask)
+            until(lambda: made.generator._engine.num_running + made.generator._engine.num_waiting == 2, "both run")
             with pytest.raises(openai.RateLimitError) as refused:
                 made.client().completions.create(model="pocket", prompt="1+1=")
             assert int(refused.value.response.headers["retry-after"]) >= 1
-        until(lambda: made.generator._engine.num_running == 0, "the first is gone")
+        assert len(first.result(WAIT_S).choices) == 2, "the one before is not harmed"
         assert made.client(retries=2).completions.create(model="pocket", prompt="1+1=").choices
 
 

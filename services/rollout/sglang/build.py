@@ -15,7 +15,7 @@ from services.models.layers import ModelSpec, model_spec
 from services.models.methods import drafter_folder, drafter_method
 from services.models.target import target_names
 from services.models.tokenizer import load_tokenizer
-from services.rollout.sglang.arguments import engine_arguments
+from services.rollout.sglang.arguments import engine_arguments, reserved_tokens
 from services.rollout.sglang.engine import SGLangEngine as Adapter
 from services.rollout.sglang.engine import SGLangLimits, Shapes
 from services.rollout.sglang.handle import EngineHandle, Kind
@@ -55,13 +55,14 @@ def slot_arguments(config: ClusterConfig, engine: SGLangEngine, slot: int) -> di
     """Keyword arguments of the slot's `sglang.Engine`, checked."""
     folder, strategy = model_dir(config.model.path), _deepest(config)
     model_config, start = read_config(folder), drafter_folder(config)
-    if strategy.drafter == "eagle":
-        method = drafter_method(config.drafter, model_spec(model_config))
-        _check_drafter_folder(method, start)
-        _check_sampled(method, strategy)
     seed = (config.run.seed * 1009 + slot) % 2**31
     order = switch_order(config, engine, slot)
-    return engine_arguments(config, engine, strategy, (folder, model_config), start, seed, order)
+    arguments = engine_arguments(config, engine, strategy, (folder, model_config), start, seed, order)
+    if strategy.drafter == "eagle":
+        method = drafter_method(config.drafter, model_spec(model_config))
+        _check_drafter_folder(method, start, engine.max_len + reserved_tokens(strategy))
+        _check_sampled(method, strategy)
+    return arguments
 
 
 def _deepest(config: ClusterConfig) -> DraftStrategy:
@@ -86,13 +87,20 @@ def _check_sampled(method: DrafterMethod, strategy: DraftStrategy) -> None:
         )
 
 
-def _check_drafter_folder(method: DrafterMethod, folder: Path) -> None:
-    """SGLang itself would take an EAGLE drafter for an EAGLE-3 one and accept nothing, silently."""
+def _check_drafter_folder(method: DrafterMethod, folder: Path, context: int) -> None:
+    """SGLang itself would take an EAGLE drafter for an EAGLE-3 one and accept nothing, silently; one that ends before
+    `context` it refuses, after the target is loaded."""
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"no drafter at {folder}: `longtail warmup` makes one beside the model; or set "
             "speculation.selector.strategy.drafter: off"
         )
-    problems = list(method.config_problems(read_config(folder)))
+    found = read_config(folder)
+    problems = list(method.config_problems(found))
+    if (positions := int(found.get("max_position_embeddings", context))) < context:
+        problems.append(
+            f"has max_position_embeddings {positions}, and a rollout of rollout.engine.max_len takes {context} with "
+            "its draft tokens: lower max_len"
+        )
     if problems:
         raise ConfigError("\n".join(f"{folder / 'config.json'} {problem}" for problem in problems))

@@ -9,13 +9,15 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class CapturedGraphs:
-    """What the graphs of one depth took: bytes of GPU memory (with the attention backend's buffers, as the fall in
-    free memory) and seconds; for batches of up to `largest` requests, `count` batch sizes."""
+    """What the graphs of one depth took: bytes of GPU memory that this process allocated (with the attention
+    backend's buffers, without what CUDA itself keeps for them), the fall in the device's free memory (with it, and with
+    what other processes took meanwhile), and seconds; for batches of up to `largest` requests, `count` batch sizes."""
 
     depth: int
     largest: int
     count: int
     bytes: int
+    device_bytes: int
     seconds: float
 
 

@@ -7,11 +7,12 @@ committed, so its keys and values are always complete and the first round behind
 is the drafter's layer and the LM head once more in every round of OFF; leaving it out, as SGLang can, would leave holes
 behind which nothing drafts well, since it has no way to fill them.
 
-Three faults of 0.5.17 are put right on the way. While the state of a further depth is built, SGLang overrides depth
+Four faults of 0.5.17 are put right on the way. While the state of a further depth is built, SGLang overrides depth
 and batch sizes where its graph runners do not look, and they capture every batch size, and the drafter's graphs at the
 first depth's width, which the state then never uses: `_arguments` sets them where they do look. The buffer of logits
 that all graphs share has room for the first depth only (`_logits_rows`). With sampled drafts the verification of a
-round without drafts asks for draft probabilities that nobody made (`_give_draft_probs`).
+round without drafts asks for draft probabilities that nobody made (`_give_draft_probs`), and its kernel cannot be
+compiled without drafts (`undrafted`).
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from services.models.device import device_name, pick_device
 from services.rollout.sglang.deciding import Decider, LaunchedRound
 from services.rollout.sglang.graphs import CapturedGraphs
 from services.rollout.sglang.loader import served_version
+from services.rollout.sglang.memory import gpu_memory, taken_since
 from services.rollout.sglang.order import CONFIG_FILE, SwitchOrder, read_order
 from services.rollout.sglang.rounds import note_round
+from services.rollout.sglang.undrafted import CHAIN_SAMPLING, verify_chain
 from services.speculation.round import RoundView
 from services.speculation.selector import make_selector
 
@@ -44,7 +47,7 @@ RESTORE = "adaptive_spec.restore"  # under this name SGLang notes each switch, f
 FREE = -1  # a forced depth: none
 WIDTHS = ("speculative_num_steps", "speculative_num_draft_tokens")  # start arguments
 
-AROUND: dict[str, Callable[..., Any]] = {}
+AROUND: dict[str, Callable[..., Any]] = {CHAIN_SAMPLING: verify_chain}
 BEFORE: dict[str, Callable[..., Any]] = {}
 AFTER: dict[str, Callable[..., Any]] = {}
 _WORKER = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2"
@@ -70,7 +73,7 @@ class Switch:
         self._leads = worker.ps.tp_rank == 0
         self.place = f"sglang on {device_name(pick_device('auto'))}"
         self.captured: dict[int, CapturedGraphs] = {}
-        self._mark = time.monotonic(), _free_bytes()
+        self._mark = time.monotonic(), gpu_memory()
         selector = make_selector(order.config, Random(order.seed))
         self.decider = Decider(selector, order.strategies, order.pool, self.captured)
 
@@ -99,10 +102,10 @@ class Switch:
             self._note(depth)
 
     def _note(self, depth: int) -> None:
-        """`depth` took what went since the last one was noted."""
-        (began_s, free), self._mark = self._mark, (time.monotonic(), _free_bytes())
-        sizes, taken = self.order.pool.sizes(depth, self.every), free - self._mark[1]
-        self.captured[depth] = CapturedGraphs(depth, sizes[-1], len(sizes), taken, self._mark[0] - began_s)
+        """`depth` took what came since the last one was noted."""
+        (began_s, before), self._mark = self._mark, (time.monotonic(), gpu_memory())
+        sizes, (taken, fallen) = self.order.pool.sizes(depth, self.every), taken_since(before, self._mark[1])
+        self.captured[depth] = CapturedGraphs(depth, sizes[-1], len(sizes), taken, fallen, self._mark[0] - began_s)
         self._say(f"depth {depth}: graphs of {len(sizes)} batch sizes up to {sizes[-1]}, {taken / 2**20:.0f} MiB")
 
     def _say(self, line: str) -> None:
@@ -142,10 +145,6 @@ def _forget_override() -> None:
     log = get_context()._overrides_log
     if log and log[-1][0] == RESTORE:
         log.pop()
-
-
-def _free_bytes() -> int:
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 # ---------------------------------------------------------------------------- capturing
@@ -196,12 +195,12 @@ def _capture(original: Callable[..., None], scheduler: Any) -> None:
 
 def _capture_one(original: Callable[..., None], scheduler: Any) -> None:
     """An engine with one strategy: only look what it takes."""
-    began_s, free = time.monotonic(), _free_bytes()
+    began_s, before = time.monotonic(), gpu_memory()
     original(scheduler)
     sizes = scheduler.server_args.cuda_graph_config.decode.bs
     if scheduler.draft_worker is not None and sizes:
-        depth, taken = scheduler.server_args.speculative_num_steps, free - _free_bytes()
-        graphs = CapturedGraphs(depth, max(sizes), len(sizes), taken, time.monotonic() - began_s)
+        depth, taken = scheduler.server_args.speculative_num_steps, taken_since(before, gpu_memory())
+        graphs = CapturedGraphs(depth, max(sizes), len(sizes), *taken, time.monotonic() - began_s)
         setattr(scheduler.draft_worker, ALONE, graphs)
 
 

@@ -191,6 +191,16 @@ def test_a_drafter_inside_the_models_folder_comes_first(folder: Path) -> None:
     )
 
 
+def test_a_drafter_with_fewer_positions_than_a_rollout_takes_is_refused_before_the_start(folder: Path) -> None:
+    write_drafter(folder, "eagle", max_position_embeddings=66)
+    starts = Starts()
+    with pytest.raises(ConfigError, match=r"drafter/config\.json has max_position_embeddings 66, .* takes 67 .* lower"):
+        build(config_of(folder), starts=starts)
+    assert starts.seen == []
+    write_drafter(folder, "eagle", max_position_embeddings=67)
+    build(config_of(folder), starts=starts)
+
+
 def test_max_len_beyond_the_models_positions(folder: Path) -> None:
     config = config_of(folder)
     wide = config.model_copy(update={"rollout": RolloutConfig(engine=SGLangEngine(max_len=256))})

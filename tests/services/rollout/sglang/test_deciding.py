@@ -31,7 +31,7 @@ class Wants:
 
 def decider(depth: int = 5, captured: tuple[int, ...] = (0, 3, 5)) -> tuple[Decider, Wants]:
     wants = Wants(SEVERAL[depth])
-    graphs = {d: CapturedGraphs(d, POOL.largest(d), 1, 0, 0.0) for d in captured}
+    graphs = {d: CapturedGraphs(d, POOL.largest(d), 1, 0, 0, 0.0) for d in captured}
     return Decider(wants, SEVERAL, POOL, graphs), wants
 
 

@@ -22,7 +22,7 @@ POOLS = st.builds(
 
 def captured_of(pool: GraphPool, depth: int, bytes_: int) -> CapturedGraphs:
     sizes = pool.sizes(depth, EVERY)
-    return CapturedGraphs(depth, sizes[-1], len(sizes), bytes_, 1.0)
+    return CapturedGraphs(depth, sizes[-1], len(sizes), bytes_, bytes_, 1.0)
 
 
 @given(POOLS)

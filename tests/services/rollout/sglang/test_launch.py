@@ -445,7 +445,7 @@ class Switched:
     def __init__(self) -> None:
         span = StrategySpan(1.0, 2.0, "eagle_3_1_4", "pays", 3, 0.9, 12, 30, 4, 4, 2.5, 3.0)
         self.place = ""
-        self.captured = {d: CapturedGraphs(d, 8 >> d, 3, 100 + d, 0.5) for d in (0, 3)}
+        self.captured = {d: CapturedGraphs(d, 8 >> d, 3, 100 + d, 200 + d, 0.5) for d in (0, 3)}
         self.forced: list[int | None] = []
         self.decider = SimpleNamespace(force=self.forced.append, take_spans=lambda: (span,))
 

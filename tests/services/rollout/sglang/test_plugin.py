@@ -18,6 +18,7 @@ from services.rollout.sglang import plugin
 from services.rollout.sglang.capture import KEEP
 from services.rollout.sglang.captured import CapturedStates, capture_file, read_capture
 from services.rollout.sglang.loader import LoadOrder, serve_parts, served_version
+from services.rollout.sglang.undrafted import CHAIN_SAMPLING
 from tests.services.models.tiny import random_drafter, spec_of, tensors_of, tiny_model
 from tests.services.rollout.sglang.fused import FusedModel, same
 from tests.services.rollout.sglang.standins import (
@@ -56,7 +57,12 @@ SWITCHING = {
     f"{RESULTS}._resolve_spec_v2_tokens": ["self", "result", "batch"],
     f"{RESULTS}.process_batch_result_decode": ["self", "batch", "result"],
     f"{RESULTS}.process_batch_result_prefill": ["self", "batch", "result"],
-}
+    CHAIN_SAMPLING: [
+        "predicts", "accept_index", "accept_token_num", "candidates", "retrive_index", "retrive_next_token",
+        "retrive_next_sibling", "uniform_samples", "uniform_samples_for_final_sampling", "target_probs", "draft_probs",
+        "threshold_single", "threshold_acc", "deterministic",
+    ],
+}  # fmt: skip
 SWITCHING_PAUSE = f"{SRT}.managers.scheduler.Scheduler.pause_generation"
 SWITCHING_OFF = f"{WORKER}._build_trivial_verify_input"
 TELL = f"{SRT}.managers.tokenizer_manager.TokenizerManager.convert_logprob_style"
@@ -369,10 +375,20 @@ def test_what_is_hooked_exists_in_sglang_with_these_arguments() -> None:
     }
     assert wanted.keys() == HookRegistry.hooks.keys()
     for name, arguments in wanted.items():
-        module, owner, method = name.removeprefix("sglang.").rsplit(".", 2)
-        tree = ast.parse((SOURCE / f"{module.replace('.', '/')}.py").read_text())
-        classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
-        bases = [b.id for b in classes[owner].bases if isinstance(b, ast.Name) and b.id in classes]
-        functions = [n for name in (owner, *bases) for n in classes[name].body if isinstance(n, ast.FunctionDef)]
-        function = next(n for n in functions if n.name == method)
+        function = defined(name.removeprefix("sglang."))
         assert arguments is None or [a.arg for a in function.args.args] == arguments, name
+
+
+def defined(name: str) -> ast.FunctionDef:
+    """Of a module, or of a class or one of its bases."""
+    holder, function = name.rsplit(".", 1)
+    file = SOURCE / f"{holder.replace('.', '/')}.py"
+    owner = None if file.is_file() else holder.rsplit(".", 1)[1]
+    if owner is not None:
+        file = SOURCE / f"{holder.removesuffix(owner)[:-1].replace('.', '/')}.py"
+    body = ast.parse(file.read_text()).body
+    classes = {n.name: n for n in body if isinstance(n, ast.ClassDef)}
+    if owner is not None:
+        bases = [b.id for b in classes[owner].bases if isinstance(b, ast.Name) and b.id in classes]
+        body = [n for name in (owner, *bases) for n in classes[name].body]
+    return next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == function)

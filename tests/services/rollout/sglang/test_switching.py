@@ -17,6 +17,7 @@ from services.config.load import load_config
 from services.config.schema import SGLangEngine
 from services.core.errors import ConfigError
 from services.rollout.sglang import plugin
+from services.rollout.sglang.memory import GpuMemory
 from services.rollout.sglang.order import switch_order
 from services.rollout.sglang.rounds import histograms, newest_depth
 from services.rollout.sglang.switching import (
@@ -115,13 +116,14 @@ def test_an_engine_that_refused_to_switch_does_not_start(tmp_path: Path) -> None
 def test_strategies_beyond_the_memory_are_left_out_and_never_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    free = [2**33]
+    held = [2**33]
 
-    def shrinking() -> int:
-        free[0] -= 2**28
-        return free[0]
+    def growing() -> GpuMemory:
+        """Another engine takes sixteen times as much meanwhile."""
+        held[0] += 2**28
+        return GpuMemory(held[0], 2**40 - 17 * held[0])
 
-    monkeypatch.setattr("services.rollout.sglang.switching._free_bytes", shrinking)
+    monkeypatch.setattr("services.rollout.sglang.switching.gpu_memory", growing)
     scheduler = started(tmp_path, memory=2**29 + 2**28 + 2**26)
     assert scheduler.draft_worker.adaptive_controller._states.keys() == {0, 1, 5}
     assert "depth 3 left out" in capsys.readouterr().err
@@ -130,7 +132,9 @@ def test_strategies_beyond_the_memory_are_left_out_and_never_run(
     with pytest.raises(ConfigError, match="depth 3 is not among the captured"):
         force_depth(scheduler, 3)
     graphs = told_state(scheduler.draft_worker)["graphs"]
-    assert {g["depth"]: g["bytes"] for g in graphs} == {5: 2**28, 0: 2**28, 1: 2**28}
+    assert {g["depth"]: (g["bytes"], g["device_bytes"]) for g in graphs} == dict.fromkeys(
+        (5, 0, 1), (2**28, 17 * 2**28)
+    )
 
 
 # ------------------------------------------------------------------ rounds
