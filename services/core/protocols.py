@@ -53,7 +53,7 @@ class Pending(Protocol[T_co]):
 
 class Waiter(Protocol):
     def wait(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[Pending[Any]]:
-        """Return those that are ready, in their order, as soon as at least one is, or an empty list after `timeout_s`."""
+        """Return those that are ready, in order, as soon as at least one is, or an empty list after `timeout_s`."""
 
 
 class RolloutClient(Protocol):
