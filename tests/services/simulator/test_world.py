@@ -95,7 +95,7 @@ def test_many_servers_report_no_more_often_than_the_coordinator_can_bear() -> No
     often, seldom = (
         run(cluster(12, "off", steps=2, coordinator={"reports_per_s": rate}), scenario()) for rate in (400.0, 4.0)
     )
-    assert seldom.answers < 0.7 * often.answers
+    assert seldom.answers < 0.85 * often.answers
     assert [m.response_tokens for m in seldom.steps] == [m.response_tokens for m in often.steps]
     assert seldom.virtual_s < 1.1 * often.virtual_s
 
