@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_PIECE = re.compile(r"\\[A-Za-z]+|\\.|[{}]|[A-Za-z]+|\d|[.;!?](?=\s)|.", re.DOTALL)
+_SHORT_WORDS = frozenset(["an", "as", "at", "be", "by", "if", "in", "is", "it", "my", "of", "on", "so", "to", "we"])
+# Names in mathematics of three letters and more; what stands behind a backslash is none of these.
+_NAMES = frozenset(["and", "cos", "exp", "gcd", "lcm", "lim", "log", "max", "min", "mod", "sin", "sqrt", "tan"])
 
 
 def final_answer(text: str, marker: str, finished: bool) -> str | None:
@@ -29,6 +33,29 @@ def after_thinking(text: str) -> str | None:
     """The part after the last </think>; None when a <think> is still open."""
     visible = text.rpartition("</think>")[2]
     return None if "<think>" in visible else visible
+
+
+def without_words(answer: str) -> str:
+    """An answer without the sentence around it: without the words before its first number or LaTeX command, and without
+    what goes on behind it from the next word or end of a sentence on; as it is where it has neither. Words inside
+    braces, names of functions and products of letters are mathematics."""
+    depth, begun, start = 0, False, 0
+    for piece in _PIECE.finditer(answer):
+        text, word = piece[0], depth <= 0 and _is_word(piece[0], answer[: piece.start()])
+        if begun and (word or (depth <= 0 and text in ".;!?")):
+            return answer[start : piece.start()].lstrip(" \t,:").rstrip(" \t,:(-–—")
+        start = piece.end() if word else start
+        depth += (text == "{") - (text == "}")
+        begun = begun or text[0] == "\\" or text.isdigit()
+    return answer[start:].lstrip(" \t,:") if begun else answer
+
+
+def _is_word(text: str, before: str) -> bool:
+    """A word of prose; "2xy" is a product."""
+    if not text.isalpha() or before[-1:].isalnum():
+        return False
+    word = text.lower()
+    return word in _SHORT_WORDS or (len(word) > 2 and word not in _NAMES and bool(set(word) & set("aeiou")))
 
 
 def last_boxed(text: str) -> str | None:

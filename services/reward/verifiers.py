@@ -14,7 +14,7 @@ from typing import Any
 from services.config.reward import RewardConfig
 from services.core.types import FinishReason, Prompt, Reward, Rollout
 from services.reward.custom import by_function, by_http, load_function
-from services.reward.extract import after_thinking, final_answer, last_boxed
+from services.reward.extract import after_thinking, final_answer, last_boxed, without_words
 from services.reward.sandbox import by_tests, last_block
 
 Verifier = Callable[[Prompt, Rollout], Reward]
@@ -74,7 +74,7 @@ def task(prompt: Prompt, rollout: Rollout, *, marker: str, params: Mapping[str, 
 def math(prompt: Prompt, rollout: Rollout, *, marker: str) -> Reward:
     r"""1 when math-verify finds the answer equal to the prompt's: the last \boxed{}, else what follows the marker.
 
-    An answer behind a marker may end with its line.
+    An answer behind a marker may end with its line, and stand in a sentence.
     With marker "" and no box, math-verify looks for the answer in the whole response itself.
     """
     boxed, answer = _math_answer(rollout, marker)
@@ -85,13 +85,17 @@ def math(prompt: Prompt, rollout: Rollout, *, marker: str) -> Reward:
         raise ValueError(f"math-verify cannot read the reference answer {prompt.answer!r}")
     if boxed is None and not marker:
         return _graded(_equal(gold, _parse(answer)))
-    return _graded(_equal(gold, _expressions(answer if boxed is not None else _own_lines(answer))))
+    return _graded(_equal(gold, _expressions(answer if boxed is not None else _without_talk(answer, prompt))))
 
 
-def _own_lines(answer: str) -> str:
-    """Of what follows a marker: behind its line comes talk, in which no number counts; but a matrix has several."""
+def _without_talk(answer: str, prompt: Prompt) -> str:
+    """Of what follows a marker: behind its line, and in it around the answer, is talk, in which no number counts; but a
+    matrix has several lines, and where the reference has words ("12 hours 30 minutes") an answer may have some."""
     line = answer.partition("\n")[0]
-    return answer if "\\begin{" in line else line
+    if "\\begin{" in line:
+        return answer
+    worded = without_words(prompt.answer) != prompt.answer
+    return line if worded else without_words(line)
 
 
 def found_answer(config: RewardConfig, rollout: Rollout) -> str | None:
