@@ -48,6 +48,10 @@ class TransferError(LongtailError):
     loaded; a receiver says by its versions what it has, and the same weights can be had another way."""
 
 
+class GpuMemoryError(LongtailError):
+    """A training step did not fit its GPU; the message names the settings that make it smaller."""
+
+
 class BatchError(LongtailError):
     """A trainer was handed rollouts, rewards or hidden states it must not learn from (misaligned, NaN, wrong size)."""
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.core.errors import WeightError
+from services.models.finite import all_finite
 from services.models.kv import KVStore, PackedKV
 from services.models.layers import LayerWeights, ModelSpec, RopeTable, decoder_layer, layer_weights, rms_norm
 
@@ -59,7 +60,7 @@ def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[in
     """All-or-nothing gate of every weight load: the names and shapes must match exactly and be finite."""
     check_shapes(tensors, expected, what)
     for name in expected:
-        if not bool(torch.isfinite(tensors[name]).all()):
+        if not all_finite(tensors[name]):
             raise WeightError(f"{what} load refused, nothing changed: {name} holds NaN or infinity")
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.config.schema import ClusterConfig
 from services.core.checkpoints import CheckpointNote, CheckpointPlan
-from services.core.errors import BatchError, ConfigError
+from services.core.errors import BatchError, ConfigError, GpuMemoryError
 from services.core.protocols import Clock
 from services.core.types import HiddenStateChunk, PolicyStepReport, TrainBatch
 from services.models.device import free_cache, pick_device, pick_dtype
@@ -61,10 +61,20 @@ class PolicyService:
 
     def train_step(self, batch: TrainBatch) -> tuple[PolicyStepReport, HiddenStateChunk, list[HiddenStates]]:
         """One update. The hidden states are those of the version before it; see PolicyTrainer.train_step. Raises
-        BatchError for a step that was trained on already: a coordinator that took over asks for `steps_done` first."""
+        BatchError for a step that was trained on already: a coordinator that took over asks for `steps_done` first;
+        GpuMemoryError for one that does not fit."""
         if batch.step <= self._last_step:
             raise BatchError(f"the policy has trained on step {self._last_step}, step {batch.step} came after it")
-        step = self._trainer.train_step(batch)
+        try:
+            step = self._trainer.train_step(batch)
+        except torch.OutOfMemoryError as error:
+            config = self._trainer.config
+            smaller = "" if config.activation_checkpointing else "set policy.activation_checkpointing: true, "
+            raise GpuMemoryError(
+                f"step {batch.step} of the policy does not fit its GPU: {smaller}lower policy.micro_batch_tokens "
+                f"({config.micro_batch_tokens}), or spread the policy over more GPUs with placement.policy_workers "
+                f"({str(error).partition('. ')[0]})"
+            ) from error
         self._last_step = batch.step
         free_cache(self._trainer.device)
         return step.report, step.chunk, step.hidden

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from services.config.policy import PolicyConfig
 from services.core.protocols import Clock
 from services.core.types import HiddenStateChunk, PolicyStepReport, TrainBatch
+from services.models.finite import all_finite
 from services.models.hidden import HiddenStates
 from services.models.target import check_tensors
 from services.policy.batch import AdmittedBatch, admit, split_updates
@@ -261,7 +262,7 @@ class PolicyTrainer:
             place = (row, slice(column, column + length))
             own = states[place].clone()
             own_aux = None if aux is None else aux[place].clone()
-            if not all(bool(torch.isfinite(t).all()) for t in (own, own_aux) if t is not None):
+            if not all(all_finite(t) for t in (own, own_aux) if t is not None):
                 first.tally.bad_hidden += 1
                 continue
             mask = torch.arange(length) >= prompt

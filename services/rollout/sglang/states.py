@@ -10,6 +10,7 @@ import torch
 
 from services.core.errors import BatchError
 from services.core.types import HiddenStateChunk, Rollout
+from services.models.finite import all_finite
 from services.models.hidden import HiddenStates
 from services.rollout.sglang.captured import CapturedStates, Ints
 
@@ -53,7 +54,7 @@ def assemble(
     kept, num_complete = [], 0
     for sequence in _filled([s for s in found if s.version == version]):
         states = _hidden_states(captured, sequence)
-        if not bool(torch.isfinite(states.hidden).all()):
+        if not all_finite(states.hidden):
             continue
         num_complete += sequence.complete
         if bool(states.loss_mask.any()):

@@ -6,7 +6,7 @@ import torch
 from services.config.drafter import DrafterConfig
 from services.config.policy import PolicyConfig
 from services.config.schema import ClusterConfig, ModelConfig
-from services.core.errors import BatchError, ConfigError, DataError, WeightError
+from services.core.errors import BatchError, ConfigError, DataError, GpuMemoryError, WeightError
 from services.core.types import TrainBatch
 from services.models.files import read_config
 from services.models.layers import model_spec
@@ -107,3 +107,19 @@ def test_a_step_is_trained_on_once(model_folder, make_rollout) -> None:
         built.train_step(batch)
     built.train_step(TrainBatch(2, (make_rollout(0), make_rollout(1)), (0.0, 0.0)))
     assert built.steps_done == 2 and built.version == 1, "no signal: the step counts, the version stays"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_that_does_not_fit_the_gpu_says_what_makes_it_smaller(model_folder, make_rollout, checkpointing) -> None:
+    built = service(model_folder(), activation_checkpointing=checkpointing, micro_batch_tokens=512)
+
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 334.00 MiB. GPU 0 has 139.80 GiB.")
+
+    built._trainer.model.model.norm.register_forward_pre_hook(full)
+    with pytest.raises(
+        GpuMemoryError, match=r"micro_batch_tokens \(512\).*policy_workers \(CUDA out of memory\)"
+    ) as told:
+        built.train_step(TrainBatch(1, (make_rollout(0), make_rollout(1)), (1.0, -1.0)))
+    assert ("activation_checkpointing: true" in str(told.value)) is not checkpointing
+    assert built.steps_done == built.version == 0
