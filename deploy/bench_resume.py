@@ -41,7 +41,7 @@ from services.weights.checkpoint import STATE_FILE
 UNTOLD = ("started_s", "finished_s")  # clock times are no part of a rollout
 RUN_TIMEOUT_S = 900.0
 LOOK_S = 0.02
-STEPS_PER_KILL = 2  # a start is killed at a random moment of about so many steps
+STEPS_PER_KILL = 3  # of the run: each kill falls at a random moment of its own part of it
 EARLY_KILLS = 0.2  # the share of starts that are killed before they go on
 WHOLE, KILLED = "whole", "killed"  # run ids
 CONSOLE = Console(stderr=True, markup=False, highlight=False)
@@ -88,7 +88,7 @@ def fitted(config: ClusterConfig, kills: int, online: bool) -> ClusterConfig:
     tree = config.model_dump()
     tree["drafter"]["training"]["when"] = "always" if online else "never"
     tree["rollout"]["consolidate"]["enabled"] = False
-    steps = max(config.run.steps, (STEPS_PER_KILL + 1) * (kills + 1))
+    steps = max(config.run.steps, STEPS_PER_KILL * (kills + 1))
     tree["run"] |= {"id": None, "compare_prompts": 0, "steps": steps, "checkpoint_every": 2}
     rollouts = config.rollout.prompts_per_step * config.rollout.group_size
     places = config.rollout.num_servers * config.rollout.engine.max_running
@@ -142,26 +142,28 @@ class _Killer:
         self._folder = runs / KILLED
         events = read_lines(runs / WHOLE / "metrics.jsonl")[0]
         run_s = max(row["at_s"] for row in events)
-        self._start_s, self._step_s = whole_s - run_s, run_s / steps
+        self._steps, self._start_s, self._step_s = steps, whole_s - run_s, run_s / steps
         self.waits: list[float] = []
         self.redone = self._reached = 0
         self.killed_after: list[int] = []
 
     def run(self, kills: int) -> None:
         for kill in range(kills):
-            self._kill(kill)
+            parts = kills + 1  # the last one is left to end
+            self._kill(kill, range(self._steps * kill // parts, self._steps * (kill + 1) // parts))
         process, started = _start(self._file, self._runs, KILLED), time.monotonic()
         self._until_under_way(process, started, RUN_TIMEOUT_S)
         _to_the_end(process, self._runs)
 
-    def _kill(self, kill: int) -> None:
-        """Mostly while the run works; some starts don't get that far."""
+    def _kill(self, kill: int, part: range) -> None:
+        """Mostly at work, at a random moment behind one of the steps `part`; some are killed before they work."""
         early = self._rng.random() < EARLY_KILLS
         process, started = _start(self._file, self._runs, KILLED), time.monotonic()
         patience_s = self._rng.uniform(0.0, self._start_s) if early else RUN_TIMEOUT_S
         at_work = self._until_under_way(process, started, patience_s)
         if at_work and process.poll() is None:
-            time.sleep(self._rng.uniform(0.0, STEPS_PER_KILL * self._step_s))
+            self._until_recorded(process, self._rng.choice(part))
+            time.sleep(self._rng.uniform(0.0, self._step_s))
         if process.poll() is not None:
             raise ServiceLostError("the killed run", f"it ended before kill {kill + 1}: {_told(self._runs)}")
         process.send_signal(signal.SIGKILL)
@@ -184,6 +186,13 @@ class _Killer:
                 return True
             time.sleep(LOOK_S)
         return False
+
+    def _until_recorded(self, process: subprocess.Popen[bytes], step: int) -> None:
+        give_up_s = time.monotonic() + RUN_TIMEOUT_S
+        while self._recorded() < step and process.poll() is None:
+            if time.monotonic() > give_up_s:
+                raise WaitTimeoutError(f"step {step} of the killed run was not done within {RUN_TIMEOUT_S:.0f} s")
+            time.sleep(LOOK_S)
 
     def _recorded(self) -> int:
         return recorded_step(self._folder) if self._folder.is_dir() else 0

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.naming import NAMESPACE, actor_name
+from deploy.reaching import why_unreachable
 from services.coordinator.control import ControlRequest
 from services.core.errors import ControlRefusedError, LongtailError, ServiceLostError, WaitTimeoutError
 from services.report.records import read_json
@@ -79,6 +80,9 @@ class ProcessChannel:
             raise ServiceLostError(
                 f"run {run_id}", "its folder names no Ray: it runs without Ray (placement.mode: local) or has not begun"
             )
+        reason = why_unreachable(address)
+        if reason is not None:
+            raise ServiceLostError(f"Ray at {address}", f"{reason}: the run has ended, or its machine is not there")
         order = json.dumps({"address": address, "run_id": run_id, "request": asdict(request)})
         try:
             done = subprocess.run(

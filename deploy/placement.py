@@ -105,11 +105,15 @@ def role_selector(config: ClusterConfig, role: str) -> dict[str, str]:
 def actor_env(threads: int) -> dict[str, str]:
     """Environment of one actor's process: its numeric libraries keep to its threads (several actors share few cores
     here), and tensors that it returns lie in the object store as they are, so that a receiver reads them in place.
-    Pickled, as Ray does by default, the weights of a 7B model would pass through two more copies on either side."""
+    Pickled, as Ray does by default, the weights of a 7B model would pass through two more copies on either side.
+
+    OpenMP's threads sleep where they wait for each other. By default they spin, and where other processes want the
+    cores too the one that spins keeps the one it waits for from running: a train step of seconds took minutes."""
     count = str(threads)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     return {
         **dict.fromkeys(names, count),
+        "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
     }

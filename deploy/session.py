@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +15,10 @@ from deploy.console import CONSOLE
 from deploy.naming import NAMESPACE
 from deploy.placement import machine_cpus
 from deploy.processes import descendants, end_processes
+from deploy.reaching import why_unreachable
 from deploy.survey import require_fit
 from services.config.schema import ClusterConfig
 from services.core.errors import ConfigError
-
-CONNECT_S = 10.0
 
 
 @contextmanager
@@ -80,14 +78,10 @@ def joined(address: str) -> Iterator[None]:
 
 
 def require_answering(address: str) -> None:
-    """Ray itself would try for two minutes. Raises ConfigError; `auto` and `ray://` addresses are left to Ray."""
-    if "://" in address or ":" not in address:
-        return
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-    except (OSError, ValueError) as error:
-        raise _unreachable(address, str(error)) from None
+    """Raises ConfigError where nobody listens."""
+    reason = why_unreachable(address)
+    if reason is not None:
+        raise _unreachable(address, reason)
 
 
 def _unreachable(address: str | None, reason: str) -> ConfigError:

@@ -1,8 +1,10 @@
-"""What all tests share: one thread per library, no network, and reasons for what is skipped."""
+"""What all tests share: one thread per library, no network, reasons for what is skipped, and who takes which tests when
+several processes do."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 # Before torch is imported anywhere: the machine's two cores are shared by Ray actors and the test itself.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,3 +35,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("bench"):
                 item.add_marker(pytest.mark.skip(reason="measures rather than checks: run `pytest -m bench`"))
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, with `-n`
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.sharing import FilesAndRay
+
+    return FilesAndRay(config, log)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from services.coordinator.fleet import Patience, Published
 from services.coordinator.trainers import Trainers
@@ -50,18 +51,30 @@ class Releases:
         self.go_on(self._version + 1, live)
 
     def estimate(self, live: Blob | None) -> None:
-        """Ask one trainer how well the live, the served and the first drafter fit the newest hidden states, before any
-        of it is trained on."""
+        """Ask how well the live, the served and the first drafter fit the newest hidden states, before any of it is
+        trained on. Rollout waits for the answers: each trainer is asked about some of them, and nobody twice about the
+        same state."""
         self.estimates, self._asked, self.gain = {}, live, None
         newest, up = self._trainers.newest, self._trainers.up
         if newest is None or not up or live is None or self._served is None or self._frozen is None:
             return
         states = {"live": live, "served": self._served, "frozen": self._frozen}
-        slot, client = up[0], self._trainers.clients[up[0]]
-        self._trainers.identified(slot, lambda: self._trainers.post(slot, client.estimate(states, newest), self._heard))
+        alike: dict[int, list[str]] = {}  # names of one and the same state
+        for name, state in states.items():
+            alike.setdefault(id(state), []).append(name)
+        groups = list(alike.values())
+        for place, slot in enumerate(up[: len(groups)]):
+            self._ask_about(slot, groups[place :: len(up)], states, newest)
 
-    def _heard(self, estimates: list[AcceptanceEstimate]) -> None:
-        self.estimates = {e.drafter: e for e in estimates}
+    def _ask_about(self, slot: int, groups: Sequence[Sequence[str]], states: Mapping[str, Blob], newest: Blob) -> None:
+        trainers, client = self._trainers, self._trainers.clients[slot]
+        asked = {names[0]: states[names[0]] for names in groups}
+
+        def heard(estimates: Sequence[AcceptanceEstimate]) -> None:
+            for names, estimate in zip(groups, estimates, strict=True):
+                self.estimates |= {name: replace(estimate, drafter=name) for name in names}
+
+        trainers.identified(slot, lambda: trainers.post(slot, client.estimate(asked, newest), heard))
 
     def publish_first(self) -> Published | None:
         """Export the version that is to be served first; None without drafter trainers."""

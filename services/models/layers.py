@@ -7,7 +7,8 @@ Shapes: B rows, Q query positions per row, N heads, M key/value heads, D head si
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ Attend = Callable[[Tensor, Tensor], Tensor]
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
 QWEN3_HEAD_DIM = 128  # of a config.json that names none, as in transformers
+# One core, float32, 8 to 64 tokens: 0.02 to 0.9 million weights gain 10 to 75 % by `decoding_layout`, more lose.
+CACHED_ELEMENTS = 2**20
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,19 @@ def layer_weights(tensors: Mapping[str, Tensor], prefix: str, spec: ModelSpec, i
     )
 
 
+def decoding_layout(weight: Tensor) -> Tensor:
+    """The same matrix [out,in], laid out for few tokens at a time: column by column on a CPU, where a product of some
+    dozens of tokens then takes a third to two thirds of the time. Not one that is larger than a core's cache."""
+    if weight.is_cuda or weight.numel() > CACHED_ELEMENTS:
+        return weight
+    return weight.t().contiguous().t()
+
+
+def layer_for_decoding(w: LayerWeights) -> LayerWeights:
+    qkv, out, gate_up, down = map(decoding_layout, (w.qkv, w.out, w.gate_up, w.down))
+    return replace(w, qkv=qkv, out=out, gate_up=gate_up, down=down)
+
+
 def _per_head(q_norm: Tensor, k_norm: Tensor, spec: ModelSpec) -> Tensor:
     return torch.cat([q_norm.expand(spec.num_heads, -1), k_norm.expand(spec.num_kv_heads, -1)])
 
@@ -146,16 +162,22 @@ class RopeTable:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [B,Q,heads,D]; `sin` carries the sign of rotate-half."""
-    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 def rms_norm(x: Tensor, size: tuple[int], weight: Tensor | None, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension. torch's own is a chain of small kernels on the CPU, where a decode
-    step of a small model is bound by their number: half of them do."""
+    step of a small model is bound by their number: two thirds of them do."""
     if x.is_cuda or x.dtype != torch.float32:
         return F.rms_norm(x, size, weight, eps)
-    normed = x * torch.linalg.vecdot(x, x).mul_(1 / size[0]).add_(eps).rsqrt_()[..., None]
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    normed = x * torch.addcmul(_on_cpu(eps), length, length, value=1 / size[0]).rsqrt_()
     return normed if weight is None else normed * weight
+
+
+@lru_cache(maxsize=8)
+def _on_cpu(value: float) -> Tensor:
+    return torch.tensor(value)
 
 
 def decoder_layer(x: Tensor, w: LayerWeights, spec: ModelSpec, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:

@@ -15,7 +15,16 @@ from torch import Tensor
 from services.core.errors import WeightError
 from services.models.finite import all_finite
 from services.models.kv import KVStore, PackedKV
-from services.models.layers import LayerWeights, ModelSpec, RopeTable, decoder_layer, layer_weights, rms_norm
+from services.models.layers import (
+    LayerWeights,
+    ModelSpec,
+    RopeTable,
+    decoder_layer,
+    decoding_layout,
+    layer_for_decoding,
+    layer_weights,
+    rms_norm,
+)
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -25,7 +34,7 @@ class TargetWeights:
     embed: Tensor  # [V,H]
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [H]
-    head: Tensor  # [V,H], the embedding itself when tied
+    head: Tensor  # [V,H], when tied the embedding's numbers
 
 
 def target_names(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -106,11 +115,11 @@ class TargetModel:
         self._weights = TargetWeights(
             embed=embed,
             layers=tuple(
-                layer_weights(moved, f"model.layers.{n}.", self.spec, input_norm=True)
+                layer_for_decoding(layer_weights(moved, f"model.layers.{n}.", self.spec, input_norm=True))
                 for n in range(self.spec.num_layers)
             ),
             norm=moved["model.norm.weight"],
-            head=embed if self.spec.tied else moved["lm_head.weight"],
+            head=decoding_layout(embed if self.spec.tied else moved["lm_head.weight"]),
         )
 
     @torch.no_grad()

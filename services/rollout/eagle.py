@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from services.models.drafter import DraftNetwork
 from services.models.eagle import Eagle
+from services.models.layers import decoding_layout, layer_for_decoding
 from services.models.sampling import SamplingTensors
 from services.models.target import check_tensors
 from services.rollout.rows import Rows, causal_tail, tail_mask, tail_table
@@ -100,7 +101,9 @@ class EagleDrafting:
         """Adopt a drafter version, all or nothing. Drafter keys/values of running rows are rebuilt when next needed."""
         check_tensors(tensors, self._method.names(), "drafter")
         moved = {k: v.detach().to(self._target.device, self._target.dtype, copy=True) for k, v in tensors.items()}
-        self._network = self._method.network(moved)
+        network = self._method.network(moved)
+        fc, layer = decoding_layout(network.fc), layer_for_decoding(network.layer)
+        self._network = replace(network, fc=fc, layer=layer)
         self._rows.drafted[:] = 0
 
     @torch.no_grad()

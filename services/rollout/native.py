@@ -236,7 +236,7 @@ class NativeEngine:
         self._watch.lap("draft")
         self.last_strategy = chosen if draft.shape.num_nodes > 1 else OFF
         verified, logprobs = self._verify(draft)
-        self._proposer.learn(self._requests, verified.num_accepted_tokens.tolist())
+        self._proposer.learn(self._requests, verified.accepted)
         self._watch.lap("verify")
         emitted, finished = self._commit(draft, verified, logprobs)
         counts = count_tries(draft, verified)
@@ -328,18 +328,17 @@ class NativeEngine:
         """Append what was verified to each row, up to its first stop; close rows that ended."""
         root = torch.zeros_like(verified.next_token)[:, None]
         node_ids = torch.cat([root, draft.tokens], dim=1)
-        accepted, path = verified.num_accepted_tokens, verified.path
+        path = verified.path
         new = torch.cat([node_ids.gather(1, path), verified.next_token[:, None]], dim=1)
-        new.scatter_(1, accepted[:, None], verified.next_token[:, None])
+        new.scatter_(1, verified.num_accepted_tokens[:, None], verified.next_token[:, None])
         parents = torch.cat([root, path], dim=1)  # the node whose distribution token j came from
         scores = logprobs[self._rows.row_index(), parents].gather(-1, new[..., None])[..., 0]
         self._rows.write(new)
-        counts, ids, values = (accepted + 1).tolist(), new.tolist(), scores.tolist()
-        offered = draft.lengths.tolist()
+        ids, values, accepted, offered = new.tolist(), scores.tolist(), verified.accepted, draft.offered
         ended: list[tuple[int, FinishReason]] = []
         total = 0
         for row, request in enumerate(self._requests):
-            tokens = ids[row][: counts[row]]
+            tokens = ids[row][: accepted[row] + 1]
             emission = emit(request.response_ids, tokens, request.sampling, self._decode)
             total += emission.count
             self._append(row, request, tokens[: emission.count], values[row][: emission.count], offered[row])

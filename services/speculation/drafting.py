@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,6 +23,12 @@ class Draft:
     tokens: Tensor
     probs: Tensor | None
     lengths: Tensor
+
+    @cached_property
+    def offered(self) -> list[int]:
+        """`lengths` on the host: the one copy of a round."""
+        counts: list[int] = self.lengths.tolist()
+        return counts
 
 
 def draw_children(
@@ -78,8 +85,8 @@ def appended(drawn: Draft, rows: Sequence[Sequence[int]]) -> Draft:
     accepted all before it, and given those the token and its distribution are fixed. Whether a row is drawn at all and
     how long it is must not depend on what would have been drawn: a chain kept for its luck is accepted too often.
     """
-    kept, device = drawn.lengths.tolist(), drawn.tokens.device
-    heads = [row[:n] for row, n in zip(drawn.tokens.tolist(), kept, strict=True)]
+    device = drawn.tokens.device
+    heads = [row[:n] for row, n in zip(drawn.tokens.tolist(), drawn.offered, strict=True)]
     out = one_hot_chains([[*head, *row] for head, row in zip(heads, rows, strict=True)], device)
     if drawn.probs is None:
         return out

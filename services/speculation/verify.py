@@ -13,6 +13,7 @@ are accepted with the target's probability of that one token, and the residual i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,6 +33,12 @@ class Verified:
     num_accepted_tokens: Tensor
     path: Tensor
     next_token: Tensor
+
+    @cached_property
+    def accepted(self) -> list[int]:
+        """`num_accepted_tokens` on the host: the one copy of a round."""
+        counts: list[int] = self.num_accepted_tokens.tolist()
+        return counts
 
 
 def leading_accepts(accept: Tensor) -> Tensor:
@@ -128,10 +135,9 @@ def verify_tree(
 def count_tries(draft: Draft, verified: Verified) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(tried, accepted) by position, as in RoundOutcome. In a tree a path may end at a node without children: nothing
     was tried behind it."""
-    children, reached = draft.shape.children, verified.num_accepted_tokens.tolist()
-    lengths, paths = draft.lengths.tolist(), verified.path.tolist()
+    children, paths = draft.shape.children, verified.path.tolist()
     tried, accepted = [0] * draft.shape.depth, [0] * draft.shape.depth
-    for count, length, path in zip(reached, lengths, paths, strict=True):
+    for count, length, path in zip(verified.accepted, draft.offered, paths, strict=True):
         for k in range(count):
             accepted[k] += 1
             tried[k] += 1

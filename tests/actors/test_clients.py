@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,10 @@ class Server:
         return ServedVersions(1, None)
 
     def submit(self, work: Any, epoch: int) -> None:
-        time.sleep(epoch)
+        """Answers when there is a file of each name in `work`, for `epoch` seconds at most; at once without names."""
+        give_up = time.monotonic() + epoch
+        while not all(Path(name).exists() for name in work if isinstance(name, str)) and time.monotonic() < give_up:
+            time.sleep(0.01)
 
     def withdraw(self, rollout_ids: Any, epoch: int) -> Any:
         if epoch == 99:
@@ -78,17 +82,19 @@ def handle(session: None) -> Iterator[Any]:
     ray.kill(actor)
 
 
-def test_answers_errors_and_time_outs_arrive_as_themselves(handle: Any) -> None:
+def test_answers_errors_and_time_outs_arrive_as_themselves(handle: Any, tmp_path: Path) -> None:
     client = RayRolloutClient("rollout-0", handle)
-    assert client.open_epoch(3).result(30) == ServedVersions(1, None)
+    assert client.open_epoch(3).result(120) == ServedVersions(1, None)
     with pytest.raises(StaleEpochError, match="epoch -1 is old") as caught:
-        client.open_epoch(-1).result(30)
+        client.open_epoch(-1).result(120)
     assert type(caught.value) is StaleEpochError
-    slow = client.submit([], 2)
+    gate = tmp_path / "open"
+    slow = client.submit([str(gate)], 120)  # type: ignore[list-item]
     with pytest.raises(WaitTimeoutError, match=r"rollout-0\.submit did not answer within 0 s"):
         slow.result(0.1)
     assert RayWaiter().wait([slow], 0.1) == []
-    assert RayWaiter().wait([slow], 30) == [slow]
+    gate.touch()
+    assert RayWaiter().wait([slow], 60) == [slow]
     assert RayWaiter().wait([], 0.01) == []
 
 
@@ -102,38 +108,38 @@ def test_smuggled_tensors_are_refused_both_ways(handle: Any) -> None:
     with pytest.raises(ControlMessageError, match="train_step"):
         RayPolicyClient("policy", handle).train_step(TrainBatch(torch.tensor(1), (), ()))  # type: ignore[arg-type]
     with pytest.raises(ControlMessageError, match=r"answer of rollout-0\.open_epoch"):
-        client.open_epoch(99).result(30)
-    client.submit(make_work([prompt], "plain", 2, SAMPLING, 0), 0).result(30)
+        client.open_epoch(99).result(120)
+    client.submit(make_work([prompt], "plain", 2, SAMPLING, 0), 0).result(120)
 
 
 def test_a_withdrawn_rollout_crosses_unchanged_and_goes_on_in_work(handle: Any) -> None:
     client = RayRolloutClient("rollout-0", handle)
     (work,) = make_work(make_prompts(1), "plain", 2, SAMPLING, 0)
-    (found,) = client.withdraw([work.group_id], 1).result(30)
+    (found,) = client.withdraw([work.group_id], 1).result(120)
     assert found == PartialRollout(work.group_id, 0, (4, 5), (-0.5, -1.0), (3,), (), AcceptanceStats(), 1.5)
-    client.submit([replace(work, partials=(found,))], 0).result(30)
+    client.submit([replace(work, partials=(found,))], 0).result(120)
     with pytest.raises(ControlMessageError, match=r"answer of rollout-0\.withdraw"):
-        client.withdraw(["a"], 99).result(30)
+        client.withdraw(["a"], 99).result(120)
 
 
 def test_tensors_travel_by_reference_and_outlive_their_maker(handle: Any) -> None:
     maker = ray.remote(Server).options(num_cpus=0).remote()
     version, blob, head = RayPolicyClient("policy", maker).publish()
     assert head is blob
-    assert version.result(30) == 7
+    assert version.result(120) == 7
     ray.kill(maker)
-    assert RayRolloutClient("rollout-0", handle).load_policy(7, blob, 1).result(30) == ServedVersions(7, None)
-    answer = RayDrafterClient("drafter-0", handle).estimate({"live": blob, "frozen": blob}, blob).result(30)
+    assert RayRolloutClient("rollout-0", handle).load_policy(7, blob, 1).result(120) == ServedVersions(7, None)
+    answer = RayDrafterClient("drafter-0", handle).estimate({"live": blob, "frozen": blob}, blob).result(120)
     assert answer == ["live", "frozen", 200_000, 200_000, 200_000]
 
 
 def test_taken_states_stay_where_they_are(handle: Any) -> None:
     pending, blob = RayRolloutClient("rollout-0", handle).take_states(5, 1)
-    assert pending.result(30) == HiddenStateChunk(3, 5, 1, 2, 16)
-    assert torch.equal(ray.get(blob, timeout=30)[0], torch.arange(4.0))
+    assert pending.result(120) == HiddenStateChunk(3, 5, 1, 2, 16)
+    assert torch.equal(ray.get(blob, timeout=120)[0], torch.arange(4.0))
     pending, _ = RayRolloutClient("rollout-0", handle).take_states(5, -1)
     with pytest.raises(StaleEpochError, match="epoch -1 is old"):
-        pending.result(30)
+        pending.result(120)
 
 
 def test_tensors_are_read_where_they_lie(session: None) -> None:
@@ -146,19 +152,19 @@ def test_tensors_are_read_where_they_lie(session: None) -> None:
     ray.kill(maker)
 
 
-def test_a_killed_actor_is_a_lost_service_and_answers_again_after_its_restart(handle: Any) -> None:
+def test_a_killed_actor_is_a_lost_service_and_answers_again_after_its_restart(handle: Any, tmp_path: Path) -> None:
     client = RayRolloutClient("rollout-0", handle)
-    first = client.process_id().result(30)
-    under_way = client.submit([], 5)
+    first = client.process_id().result(120)
+    under_way = client.submit([str(tmp_path / "never")], 120)  # type: ignore[list-item]
     time.sleep(0.3)
     os.kill(first, signal.SIGKILL)
     with pytest.raises(ServiceLostError) as caught:
-        under_way.result(30)
+        under_way.result(120)
     assert caught.value.name == "rollout-0"
     deadline = time.monotonic() + 60
     while True:
         try:
-            second = client.process_id().result(30)
+            second = client.process_id().result(120)
             break
         except ServiceLostError:
             assert time.monotonic() < deadline
@@ -167,11 +173,18 @@ def test_a_killed_actor_is_a_lost_service_and_answers_again_after_its_restart(ha
 
 
 class Echo:
-    """Many calls at once, each answered when its time has come."""
+    """Many calls at once, each answered when its turn has come."""
+
+    def __init__(self) -> None:
+        self.turn = 0
 
     async def open_epoch(self, epoch: int) -> int:
-        await asyncio.sleep(epoch / 1000)
+        while self.turn < epoch:
+            await asyncio.sleep(0.005)
         return epoch
+
+    async def next(self, turn: int) -> None:
+        self.turn = turn
 
 
 def test_every_answer_is_told_once_it_is_there_in_whatever_order(session: None) -> None:
@@ -180,21 +193,26 @@ def test_every_answer_is_told_once_it_is_there_in_whatever_order(session: None) 
     client, waiter, rng = RayRolloutClient("rollout-0", actor), RayWaiter(), random.Random(0)
     first = client.open_epoch(0)
     assert waiter.wait([first], 60) == [first], "the actor is there"
-    calls = {client.open_epoch(ms): ms for ms in rng.choices(range(400), k=120)}
-    some = list(calls)[::3]
-    time.sleep(0.1)
-    order = list[int]()
-    while some:
-        ready = waiter.wait(some, 30)
-        assert ready and all(call.result(0) == calls[call] for call in ready)
-        order += [calls[call] for call in ready]
-        some = [call for call in some if call not in ready]
-    assert len(order) == 40 and order.index(max(order)) > 20, "the last ones come last"
-    rest = set(calls).difference(list(calls)[::3])
-    while rest:
-        ready = waiter.wait(list(rest), 30)
-        assert ready and all(call.result(0) == calls[call] for call in ready)
-        rest -= set(ready)
+    calls = {client.open_epoch(turn): turn for turn in rng.choices(range(1, 9), k=120)}
+    rest, asked = set(calls), set(list(calls)[::3])
+    for turn in range(1, 9):
+        assert waiter.wait(list(asked & rest), 0.0) == [], "their turn has not come"
+        ray.get(actor.next.remote(turn), timeout=60)
+        due = {call for call in rest if calls[call] == turn}
+        if turn == 5:
+            for call in due:  # answered while nobody waits
+                assert call.result(60) == turn
+        told = set[Any]()
+        while told != due & asked:
+            ready = waiter.wait(list((asked & rest) - told), 60)
+            assert ready and set(ready) <= due and all(call.result(0) == turn for call in ready)
+            told |= set(ready)
+        while due - told:  # the others, about whom nobody asked meanwhile
+            ready = waiter.wait(list(rest - told), 60)
+            assert ready and set(ready) <= due
+            told |= set(ready)
+        rest -= due
+    assert not rest
     late = client.open_epoch(60_000)
     ray.kill(actor)
     assert waiter.wait([late], 60) == [late], "a loss is an answer, too"

@@ -10,7 +10,7 @@ from actors.mailbox import Mailbox
 from services.core.errors import BatchError, ServiceLostError
 
 BOXES = ["a", "b"]
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def test_a_command_is_done_when_all_have_answered_and_says_what_the_first_said() -> None:

@@ -19,7 +19,7 @@ from tests.actors.transfers import Receiver, Shapes, sender_class
 
 pytestmark = pytest.mark.ray
 
-CONFIG = WeightsConfig(transport="collective", part_bytes=2**20, connect_timeout_s=15.0, part_timeout_s=4.0)
+CONFIG = WeightsConfig(transport="collective", part_bytes=2**20, connect_timeout_s=60.0, part_timeout_s=30.0)
 SHAPES: Shapes = {
     "a.weight": ((300, 1000), "float32"),
     "scale": ((), "bfloat16"),
@@ -53,7 +53,7 @@ def start() -> Iterator[Any]:
 
 
 def get(reference: Any) -> Any:
-    return ray.get(reference, timeout=60)
+    return ray.get(reference, timeout=150)
 
 
 def hold(sender: Any, version: int, shapes: Shapes) -> tuple[Any, Any]:
@@ -139,8 +139,9 @@ def test_a_sender_killed_on_the_way_is_told(start: Any) -> None:
 
 def test_a_silent_receiver_costs_the_sender_its_time_out_and_no_other_receiver_anything(start: Any) -> None:
     """Stopped, not killed: what a partition looks like. Its connections stay open."""
-    sender = start(sender_class(), CONFIG)
-    silent, other = start(Receiver, "rollout-0", CONFIG), start(Receiver, "rollout-1", CONFIG)
+    config = CONFIG.model_copy(update={"part_timeout_s": 4.0})
+    sender = start(sender_class(), config)
+    silent, other = start(Receiver, "rollout-0", config), start(Receiver, "rollout-1", config)
     big: Shapes = {f"{n}.weight": ((8192, 1024), "bfloat16") for n in range(4)}  # no socket buffer takes a part
     offer, sent = hold(sender, 1, big)
     pid = get(silent.process_id.remote())
@@ -151,7 +152,7 @@ def test_a_silent_receiver_costs_the_sender_its_time_out_and_no_other_receiver_a
     try:
         assert get(other.fetch.remote(offer))[1] == sent
         assert get(sender.work.remote(0.1)) > 0
-        time.sleep(CONFIG.part_timeout_s + 1)
+        time.sleep(config.part_timeout_s + 1)
     finally:
         os.kill(pid, signal.SIGCONT)
     assert failure(stuck)

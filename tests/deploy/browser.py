@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class Tab:
@@ -102,7 +102,7 @@ def chromium(folder: Path) -> Iterator[Tab]:
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(120)
         except subprocess.TimeoutExpired:
             process.kill()
 
@@ -114,7 +114,7 @@ def _socket_of_a_page(folder: Path, process: subprocess.Popen[bytes]) -> str:
     while time.monotonic() < give_up:
         assert process.poll() is None, "Chromium ended at once"
         if port_file.exists() and (lines := port_file.read_text().splitlines()):
-            with urllib.request.urlopen(f"http://127.0.0.1:{lines[0]}/json", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{lines[0]}/json", timeout=120) as answer:
                 pages = [t for t in json.load(answer) if t["type"] == "page"]
             if pages:
                 return str(pages[0]["webSocketDebuggerUrl"])

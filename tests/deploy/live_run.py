@@ -69,7 +69,7 @@ def live_run(tmp_path: Path, steps: int = 500) -> Iterator[LiveRun]:
             run.coordinator.stop()
         run.thread.join(90)
         server.should_exit = True
-        serving.join(30)
+        serving.join(120)
     assert not run.thread.is_alive() and not serving.is_alive()
     assert run.error is None or isinstance(run.error, StopRequested), run.error
 

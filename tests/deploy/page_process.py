@@ -41,7 +41,7 @@ def served(runs_dir: Path, *options: str, token: str | None = TOKEN) -> Iterator
         late.cancel()
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(120)
         except subprocess.TimeoutExpired:
             process.kill()
             raise

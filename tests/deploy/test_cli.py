@@ -36,7 +36,7 @@ def processes_marked(mark: str) -> list[str]:
     return found
 
 
-def longtail(*args: str, cwd: Path, timeout_s: float = 90) -> Outcome:
+def longtail(*args: str, cwd: Path, timeout_s: float = 300) -> Outcome:
     """Run the command in `cwd`; whatever it did, no process of it may be left."""
     mark = f"LONGTAIL_TEST_MARK={uuid.uuid4()}"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", mark.partition("=")[0]: mark.partition("=")[2]}

@@ -48,7 +48,7 @@ WIDTHS = (380, 768, 1240, 1920)
 
 
 def api(run: LiveRun, path: str) -> Any:
-    with urllib.request.urlopen(f"{run.url}/api/v1{path}", timeout=30) as answer:
+    with urllib.request.urlopen(f"{run.url}/api/v1{path}", timeout=120) as answer:
         return json.load(answer)
 
 

@@ -43,3 +43,8 @@ def test_slots_that_ask_for_nothing_need_no_placement_group() -> None:
 
 def test_threads_are_set_for_every_numeric_library() -> None:
     assert {actor_env(3)[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"3"}
+
+
+def test_threads_that_wait_for_each_other_sleep() -> None:
+    """Several processes share the cores here: one that spins takes them from the one that it waits for."""
+    assert actor_env(2)["OMP_WAIT_POLICY"] == "PASSIVE"

@@ -62,7 +62,7 @@ def reason_to_skip(*tools: str) -> str | None:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=30)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=120)
 
 
 def wait_until(what: str, happened: Callable[[], bool], timeout_s: float) -> float:
@@ -102,7 +102,7 @@ class Network:
 
     def remove(self) -> None:
         """Also what `make` left half done."""
-        made = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=30, check=False).stdout
+        made = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=120, check=False).stdout
         for name in ("head", "worker", "switch"):
             if self.space(name) in made:
                 _ip("netns", "del", self.space(name))
@@ -148,7 +148,7 @@ class Node:
     def kill(self) -> None:
         if self.process is not None:
             self.process.send_signal(signal.SIGKILL)
-            self.process.wait(timeout=30)
+            self.process.wait(timeout=120)
             self.process = None
 
     def ended(self) -> bool:
@@ -210,7 +210,7 @@ def redis_server(network: Network, folder: Path) -> Iterator[None]:
         yield
     finally:
         process.kill()
-        process.wait(timeout=30)
+        process.wait(timeout=120)
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         start = start_of(config, folder.folder)
         run_on_ray(config, folder, on_start=folder.learn, start=start)  # type: ignore[arg-type]
         done.set()
-        looking.join(timeout=10)
+        looking.join(timeout=120)
         yield Watched(PrometheusApi(options.url), folder, start_s, time.time(), metrics_port)
 
 

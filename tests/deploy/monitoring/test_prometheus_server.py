@@ -128,7 +128,7 @@ def test_monitor_watches_a_run_that_begins_later_and_leaves_nothing(tmp_path: Pa
         threading.Event().wait(0.5)
     assert found and found[0].labels["job"] == "longtail"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=120) == 130
     serving.shutdown()
     with pytest.raises(OSError):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=5)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=120)

@@ -252,5 +252,5 @@ def test_requests_from_many_threads_leave_one_of_the_asked_states() -> None:
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
     [t.start() for t in threads]
-    [t.join(30) for t in threads]
+    [t.join(120) for t in threads]
     assert asked.state.forced in (EAGLE, "off", None) and not any(t.is_alive() for t in threads)

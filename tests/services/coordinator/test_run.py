@@ -76,6 +76,30 @@ def test_what_idle_slots_learn_is_only_published_when_it_is_better() -> None:
     assert "3.000 on new rollouts" in kept[0].message
 
 
+def test_the_verdict_on_the_drafter_is_shared_out_and_no_state_is_judged_twice() -> None:
+    """Rollout waits for it: two trainers judge three states in the time of two, and equal states once."""
+    asked: dict[str, list[tuple[int, list[int]]]] = {}  # by the hidden states: (slot, micro-steps of each state)
+
+    class Judge(FakeDrafter):
+        def estimate(self, drafters, tensors):  # type: ignore[no-untyped-def]
+            asked.setdefault(tensors, []).append((self.slot, [state["trained"] for state in drafters.values()]))
+            return super().estimate(drafters, tensors)
+
+    world = World(tiny_config(run={"steps": 6, "eval_prompts": 0}, drafter={"training": {"when": "always"}}))
+    for i, drafter in enumerate(world.drafters):
+        drafter.instance = Judge(i, world.clock)
+    world.coordinator.run()
+    assert len(asked) == 6
+    for calls in asked.values():
+        judged = [state for _, states in calls for state in states]
+        assert len(judged) == len(set(judged)), "each step anew, but no state twice"
+        assert len(calls) == min(2, len(judged)) == len({slot for slot, _ in calls})
+    assert {len(calls) for calls in asked.values()} == {1, 2}, "at first nothing is learned and one is all three"
+    for metrics in world.observer.steps:
+        frozen, live = metrics.acceptance_length_frozen_offline, metrics.acceptance_length_live_offline
+        assert frozen == 1.0 and live is not None and live >= frozen
+
+
 def test_training_rests_when_it_brings_nothing_and_the_run_says_so() -> None:
     class Same(FakeDrafter):
         def estimate(self, drafters, tensors):  # type: ignore[no-untyped-def]

@@ -47,7 +47,7 @@ def same(a, b) -> bool:
 def saved(config, method, state) -> Path:
     writer = checkpoint_writer(config.drafter.checkpoint_dir, "test")
     writer.save(snapshot_of(state, method))
-    writer.wait(30)
+    writer.wait(120)
     return checkpoints(config.drafter.checkpoint_dir)[-1]
 
 
@@ -55,7 +55,7 @@ def test_a_restarted_run_goes_on_from_the_last_snapshot(setting) -> None:
     config, _, service = setting
     total, state = service.snapshot(1)
     service.checkpoint(state)
-    service._checkpoints.wait(30)
+    service._checkpoints.wait(120)
     assert total > 0 and same(starting_state(config), state)
     other = build_drafter_service(config, 1)
     other.begin(starting_state(config), 2)
@@ -74,13 +74,13 @@ def test_saving_does_not_wait_and_the_newest_waiting_state_wins(setting, monkeyp
     config, method, service = setting
     _, state = service.snapshot(1)
     service.checkpoint(state)
-    service._checkpoints.wait(30)
+    service._checkpoints.wait(120)
     gate, begun = threading.Event(), threading.Event()
     real = checkpoint.save_file
 
     def slow(tensors, file):
         begun.set()
-        assert gate.wait(30)
+        assert gate.wait(120)
         real(tensors, file)
 
     monkeypatch.setattr(checkpoint, "save_file", slow)
@@ -88,11 +88,11 @@ def test_saving_does_not_wait_and_the_newest_waiting_state_wins(setting, monkeyp
     steps = state["total_steps"]
     for n in (1, 2, 3, 4):
         writer.save(snapshot_of({**state, "total_steps": steps + n}, method))
-        assert begun.wait(30)
+        assert begun.wait(120)
     with pytest.raises(WaitTimeoutError, match="was not written in 0 s"):
         writer.wait(0.05)
     gate.set()
-    writer.wait(30)
+    writer.wait(120)
     names = [int(p.name.removeprefix("step-")) - steps for p in checkpoints(config.drafter.checkpoint_dir)]
     assert names == [0, 1, 4]
 
@@ -101,7 +101,7 @@ def test_two_slots_may_write_the_same_step_at_once(setting, monkeypatch) -> None
     config, method, service = setting
     state = service.snapshot(1)[1]
     service.checkpoint(state)
-    service._checkpoints.wait(30)
+    service._checkpoints.wait(120)
     later, folder = {**state, "total_steps": state["total_steps"] + 1}, config.drafter.checkpoint_dir
     real = checkpoint.save_file
 
@@ -109,7 +109,7 @@ def test_two_slots_may_write_the_same_step_at_once(setting, monkeypatch) -> None
         monkeypatch.setattr(checkpoint, "save_file", real)
         other = checkpoint_writer(folder, "other")
         other.save(snapshot_of(later, method))
-        other.wait(30)
+        other.wait(120)
         real(tensors, file)
 
     monkeypatch.setattr(checkpoint, "save_file", overtaken)
@@ -133,7 +133,7 @@ def test_a_writer_killed_in_the_middle_leaves_nothing_that_counts(setting) -> No
     config, method, service = setting
     _, state = service.snapshot(1)
     service.checkpoint(state)
-    service._checkpoints.wait(30)
+    service._checkpoints.wait(120)
     folder = config.drafter.checkpoint_dir
     half = folder / ".partial-test"
     half.mkdir()
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_written_is_told_by_the_next_call(setting, tmp_p
     before = copy.deepcopy(state)
     writer.save(snapshot_of(state, method))
     with pytest.raises(DataError, match=r"could not be written.*make room or set another drafter\.checkpoint_dir"):
-        writer.wait(30)
+        writer.wait(120)
     with pytest.raises(DataError, match="could not be written"):
         writer.save(snapshot_of(state, method))
     assert same(state, before)

@@ -51,18 +51,18 @@ def test_folders_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> 
     try:
         assert (its / "00000000").is_file() and (other / "00000000").is_file()
         os.kill(killed.pid, signal.SIGKILL)
-        killed.wait(30)
+        killed.wait(120)
         assert its.is_dir(), "a killed process cleans nothing"
         mine = SpillFolder(tmp_path, 1000)
         assert sorted(tmp_path.iterdir()) == sorted([other, mine.folder])
         assert remove_abandoned(tmp_path) == [], "not even one's own"
         assert (other / "00000000").is_file()
-        alive.communicate(timeout=30)
+        alive.communicate(timeout=120)
         assert alive.returncode == 0 and not other.exists(), "one that ends by itself leaves nothing"
     finally:
         for process in (killed, alive):
             process.kill()
-            process.wait(30)
+            process.wait(120)
     mine.close()
     mine.close()
     assert list(tmp_path.iterdir()) == []

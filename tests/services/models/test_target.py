@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from services.core.errors import DataError, WeightError
+from services.models import layers
 from services.models.eagle import Eagle
 from services.models.kv import KVStore
-from services.models.layers import ModelSpec, model_spec
+from services.models.layers import ModelSpec, decoding_layout, model_spec
 from services.models.target import TargetModel, check_tensors, target_names
 from tests.services.models.tiny import CPU, FAMILIES, SHAPE, causal_mask, spec_of, tensors_of, tiny_model, tiny_target
 
@@ -65,11 +68,27 @@ def test_names_are_those_of_the_state_dict(kind: str, tied: bool) -> None:
 
 def test_tied_models_load_with_and_without_the_head() -> None:
     model = tiny_model("qwen3", tie_word_embeddings=True)
-    given = tensors_of(model)
+    tensors = tensors_of(model)
+    embedding = tensors["model.embed_tokens.weight"]
     target = tiny_target(model)
-    target.load(given | {"lm_head.weight": torch.zeros_like(given["model.embed_tokens.weight"])})
+    target.load(tensors | {"lm_head.weight": torch.zeros_like(embedding)})
+    assert torch.equal(target.weights.embed, embedding) and torch.equal(target.weights.head, embedding)
+
+
+def test_a_large_tied_head_is_the_embedding_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second copy of a real vocabulary would take as much memory as several layers."""
+    monkeypatch.setattr(layers, "CACHED_ELEMENTS", 1)
+    model = tiny_model("qwen3", tie_word_embeddings=True)
+    target = tiny_target(model)
+    target.load(tensors_of(model))
     assert target.weights.head is target.weights.embed
-    assert torch.equal(target.weights.head, given["model.embed_tokens.weight"])
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_the_decoding_layout_is_the_same_matrix(rows: int, columns: int) -> None:
+    weight = torch.randn(rows, columns)
+    found = decoding_layout(weight)
+    assert torch.equal(found, weight) and found.t().is_contiguous()
 
 
 def bad_loads(spec: ModelSpec, good: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:

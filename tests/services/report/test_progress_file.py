@@ -25,7 +25,7 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     give_up = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < give_up, "it did not come true"
@@ -41,13 +41,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_newest_view_arrives_although_none_follows_it(tmp_path: Path) -> None:
     path = tmp_path / "progress.json"
-    written = ProgressFile(path)
+    written, began = ProgressFile(path), time.time()
     for step in range(500):
         written.offer(view(step))
     wait_until(lambda: path.exists() and read(path)["step"] == 499)
     row = read(path)
     assert row["control"] == {"paused": True, "forced": "off"} and row["slots"] == {"slot 0": "rollout"}
-    assert abs(row["viewed_at"] - time.time()) < 30
+    assert began - 0.001 <= row["viewed_at"] <= time.time() + 0.001, "rounded to milliseconds"
     written.close()
 
 
@@ -81,7 +81,8 @@ def test_views_are_written_at_most_once_per_interval(tmp_path: Path, monkeypatch
     while time.monotonic() < began + 0.55:
         written.offer(view(1))
     written.close()
-    assert 2 <= len(writes) <= 8
+    took = time.monotonic() - began
+    assert 2 <= len(writes) <= 2 + took / 0.1, "the first, one for each interval, and the last"
 
 
 def test_a_folder_that_vanished_is_told_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

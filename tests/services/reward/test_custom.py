@@ -76,11 +76,11 @@ def serving(answer: Callable[[dict[str, Any], Any], tuple[int, bytes]]) -> Itera
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(timeout=10)
+        thread.join(timeout=120)
 
 
-def ask(url: str, both: Any, token_env: str | None = None) -> Reward:
-    return by_http(*both, url=url, token_env=token_env, timeout_s=1.0)
+def ask(url: str, both: Any, token_env: str | None = None, timeout_s: float = 60.0) -> Reward:
+    return by_http(*both, url=url, token_env=token_env, timeout_s=timeout_s)
 
 
 def test_everything_a_judge_needs_is_sent(pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,4 +133,4 @@ def test_what_is_no_verdict_is_an_error(pair, code: int, body: bytes, said: str)
 
 def test_a_judge_that_never_answers_is_waited_for_as_long_as_said(pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError):
-        ask(f"http://127.0.0.1:{silent.getsockname()[1]}/", pair("4", "#5"))
+        ask(f"http://127.0.0.1:{silent.getsockname()[1]}/", pair("4", "#5"), timeout_s=0.3)

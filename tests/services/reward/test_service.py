@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from services.config.reward import RewardConfig
@@ -23,10 +24,11 @@ from services.reward.worker import VerifierSpec
 
 RIGHT, WRONG = Reward(1.0, True), Reward(0.0, False)
 HANGS = r"\boxed{10^{10^{10}}}"
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.0  # for what hangs
+PATIENCE_S = 60.0  # for what does not
 
 
-def service(verifier: str, workers: int = 1, timeout_s: float = TIMEOUT_S, marker: str = "#") -> RewardService:
+def service(verifier: str, workers: int = 1, timeout_s: float = PATIENCE_S, marker: str = "#") -> RewardService:
     reward = {"verifier": verifier, "workers": workers, "timeout_s": timeout_s, "answer_marker": marker, "retries": 0}
     return build_reward_service(ClusterConfig.model_validate({"reward": reward}))
 
@@ -54,19 +56,21 @@ def test_rewards_come_in_order(math_service, pair):
     assert score(math_service, []) == []
 
 
-def test_a_hung_verification_costs_only_itself(math_service, pair):
+def test_a_hung_verification_costs_only_itself(pair):
     """Row 55: its worker is killed and replaced; the rest of its batch is scored again."""
-    score(math_service, [pair("4", "#4")])
-    before, errors = workers(), math_service.errors
+    others = set(workers())
+    hasty_service = service("math", timeout_s=TIMEOUT_S)
+    score(hasty_service, [pair("4", "#4")])
+    before = set(workers()) - others
     pairs = [pair("4", "#4"), pair("4", HANGS), pair("4", "#5"), pair("4", "#4", FinishReason.LENGTH)]
-    started = time.monotonic()
-    rewards = score(math_service, pairs)
-    assert time.monotonic() - started < 2 * TIMEOUT_S + 15
+    rewards = score(hasty_service, pairs)
     assert [rewards[i] for i in (0, 2, 3)] == [RIGHT, WRONG, RIGHT]
-    assert not rewards[1].correct and rewards[1].value == 0.0 and "reward.timeout_s = 1 s" in rewards[1].error
-    assert math_service.errors == errors + 1
-    assert score(math_service, [pair("4", "#4")]) == [RIGHT]
-    assert not set(before) & set(workers())
+    assert not rewards[1].correct and rewards[1].value == 0.0 and "reward.timeout_s = 2 s" in rewards[1].error
+    assert hasty_service.errors == 1
+    assert score(hasty_service, [pair("4", "#4")]) == [RIGHT]
+    assert before and not before & set(workers())
+    hasty_service.close()
+    assert set(workers()) == others
 
 
 def test_an_error_is_counted_and_not_a_wrong_answer(math_service, pair):
@@ -86,12 +90,21 @@ def test_works_from_a_thread(math_service, pair):
     assert found == [[RIGHT]]
 
 
+def kill_once_busy(pid: int) -> None:
+    """A worker that has nothing to do uses no processor."""
+    process = psutil.Process(pid)
+    before = process.cpu_times().user
+    while process.cpu_times().user < before + 0.2:
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+
+
 def test_a_worker_killed_while_busy_or_idle_is_replaced(math_service, pair):
     score(math_service, [pair("4", "#4")])
-    timer = threading.Timer(0.4, lambda: os.kill(workers()[0], signal.SIGKILL))
-    timer.start()
+    thread = threading.Thread(target=kill_once_busy, args=(workers()[0],))
+    thread.start()
     (reward,) = score(math_service, [pair("4", HANGS)])
-    timer.join()
+    thread.join()
     assert reward.error == "the verifier's process died (exit code -9)"
     score(math_service, [pair("4", "#4")])
     os.kill(workers()[0], signal.SIGKILL)
@@ -174,7 +187,7 @@ def test_workers_do_not_outlive_a_killed_service(tmp_path, busy):
     """Busy in one C call, no Python runs in the worker: there the CPU limit ends it."""
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN.format(root=str(Path.cwd()), busy=busy, text=HANGS, timeout=TIMEOUT_S), encoding="utf-8")
-    done = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, timeout=120, check=False)
     (pid,) = map(int, done.stdout.split())
     deadline = time.monotonic() + 90
     while _alive(pid):

@@ -2,89 +2,37 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from services.core.types import SamplingParams
-from services.models.sampling import SamplingTensors, draw, process_logits, sampling_tensors
+from services.models.sampling import draw, process_logits, sampling_tensors
 from services.speculation.drafting import Draft, appended
 from services.speculation.tree import TreeShape, chain, level_order, tree_shape
-from services.speculation.verify import Verified, leading_accepts, residual, verify_chain, verify_tree
-from tests.services.models.test_sampling import reference
+from services.speculation.verify import leading_accepts, residual, verify_chain, verify_tree
 from tests.services.models.tiny import CPU
 from tests.services.speculation.enumeration import (
     Conditional,
-    NotConstantError,
     Outcomes,
-    Verify,
     committed,
     draw_outcomes,
     one_hot_outcomes,
-    worst_gap,
 )
-
-PLAIN = SamplingParams()
-PROCESSED = {
-    "plain": PLAIN,
-    "temperature": SamplingParams(temperature=0.7),
-    "hot": SamplingParams(temperature=1.6),
-    "top_k": SamplingParams(top_k=2),
-    "top_p": SamplingParams(temperature=0.7, top_p=0.9),
-    "min_p": SamplingParams(min_p=0.25),
-    "all": SamplingParams(temperature=1.3, top_k=3, top_p=0.95, min_p=0.05),
-    "greedy": SamplingParams(temperature=0.0),
-}
-
-
-def row(p: SamplingParams) -> SamplingTensors:
-    return sampling_tensors([p], CPU)
-
-
-def random_logits(seed: int, vocab: int, spread: float = 1.5) -> Conditional:
-    """A language model in a hash: each prefix has logits of its own."""
-
-    @cache
-    def logits(prefix: tuple[int, ...]) -> Tensor:
-        rng = random.Random(f"{seed}/{prefix}")
-        return torch.tensor([rng.gauss(0, spread) for _ in range(vocab)], dtype=torch.float64)
-
-    return logits
-
-
-def masked_logits(base: Conditional, keep: Conditional) -> Conditional:
-    """`base` with the tokens of probability zero where `keep` says 0."""
-    return lambda prefix: base(prefix).masked_fill(keep(prefix) == 0, -torch.inf)
-
-
-def processed(logits: Conditional, p: SamplingParams) -> Conditional:
-    """By the function the engine uses."""
-    return cache(lambda prefix: process_logits(logits(prefix)[None], row(p)).softmax(-1)[0])
-
-
-def by_hand(logits: Conditional, p: SamplingParams) -> Conditional:
-    """The same distribution from plain Python: what the law is compared with."""
-    return cache(lambda prefix: torch.tensor(reference(logits(prefix).tolist(), p), dtype=torch.float64))
-
-
-def tree(shape: TreeShape) -> Verify:
-    return lambda t, tokens, q, lengths, u: verify_tree(t, tokens, q, lengths, shape, u)
-
-
-def gap(
-    outcomes: Outcomes, given_target: Conditional, true_target: Conditional, verify: Verify = verify_chain
-) -> float:
-    """Worst difference over the joint laws of the first 1, 2 and 3 tokens, and over single drafts if one-hot."""
-    laws = committed(outcomes, given_target, verify)
-    assert all(abs(sum(law.values()) - 1) < 1e-6 for law in laws)
-    return max(worst_gap(law, true_target, count) for law in laws for count in (1, 2, 3))
-
+from tests.services.speculation.laws import (
+    PLAIN,
+    PROCESSED,
+    by_hand,
+    gap,
+    masked_logits,
+    processed,
+    random_logits,
+    row,
+    tree,
+)
 
 # -- chains
 
@@ -321,110 +269,6 @@ def test_a_chain_is_verified_alike_as_chain_and_as_tree(shape: TreeShape) -> Non
         b = verify_tree(target, tokens, probs, torch.full((rows,), n), shape, u)
         assert torch.equal(a.num_accepted_tokens, b.num_accepted_tokens)
         assert torch.equal(a.path, b.path) and torch.equal(a.next_token, b.next_token)
-
-
-# -- the same check catches wrong verifiers
-
-
-def refuted(outcomes: Outcomes, target: Conditional, verify: Verify) -> bool:
-    try:
-        return gap(outcomes, target, target, verify) > 1e-3
-    except NotConstantError:  # it accepts or draws at other points than it should
-        return True
-
-
-def rejects_to_target(t: Tensor, tokens: Tensor, q: Tensor | None, lengths: Tensor, u: Tensor) -> Verified:
-    """Row 17: on rejection drawn from the target instead of the residual."""
-    v = verify_chain(t, tokens, q, lengths, u)
-    final = t[torch.arange(len(t)), v.num_accepted_tokens]
-    return Verified(v.num_accepted_tokens, v.path, draw(final, u[:, -1]))
-
-
-def counts_all_accepts(t: Tensor, tokens: Tensor, q: Tensor | None, lengths: Tensor, u: Tensor) -> Verified:
-    """Row 8: accepted = sum of the mask, tokens after the first rejection included."""
-    assert q is not None
-    n = tokens.shape[1]
-    p_x, q_x = (x.gather(-1, tokens[..., None])[..., 0] for x in (t[:, :n], q))
-    count = (u[:, :n] * q_x < p_x).sum(-1)
-    path = torch.minimum(torch.arange(1, n + 1).expand(len(t), n), count[:, None])
-    at = torch.arange(len(t))
-    rejected = count < n
-    final = torch.where(rejected[:, None], residual(t[at, count], q[at, count.clamp_max(n - 1)]), t[at, count])
-    return Verified(count, path, draw(final, u[:, -1]))
-
-
-def takes_one_hot_for_sampled(t: Tensor, tokens: Tensor, q: Tensor | None, lengths: Tensor, u: Tensor) -> Verified:
-    """Argmax drafts checked against a softmax they were not drawn from."""
-    fake = torch.full((*tokens.shape, t.shape[-1]), 1 / t.shape[-1], dtype=t.dtype)
-    return verify_chain(t, tokens, fake, lengths, u)
-
-
-def shares_one_uniform(t: Tensor, tokens: Tensor, q: Tensor | None, lengths: Tensor, u: Tensor) -> Verified:
-    """The final draw reuses the first accept number: each is uniform, together they are not."""
-    return verify_chain(t, tokens, q, lengths, torch.cat([u[:, :-1], u[:, :1]], 1))
-
-
-def uniform_law_gap(verify: Verify) -> float:
-    """By a fine grid over two uniforms, for verifiers that break the enumeration's independence."""
-    target, drafter = processed(random_logits(1, 4), PLAIN), random_logits(2, 4)
-    outcomes = draw_outcomes(chain(1), drafter, row(PLAIN))
-    u = (torch.cartesian_prod(torch.arange(300), torch.arange(300)).double() + 0.5) / 300
-    law = torch.zeros(4, dtype=torch.float64)
-    for i, w in enumerate(outcomes.weight.tolist()):
-        o = outcomes.take(torch.full((len(u),), i))
-        table = torch.stack([target(()), target(tuple(outcomes.tokens[i].tolist()))]).expand(len(u), -1, -1)
-        v = verify(table, o.tokens, o.probs, o.lengths, u)
-        first = torch.where(v.num_accepted_tokens > 0, o.tokens[:, 0], v.next_token)
-        law += torch.bincount(first, minlength=4) / len(u) * w
-    return float((law - target(())).abs().max())
-
-
-def test_row_17_the_check_catches_wrong_chain_verifiers() -> None:
-    target = processed(random_logits(1, 4), PLAIN)
-    sampled = draw_outcomes(chain(2), random_logits(2, 4), row(PLAIN))
-    one_hot = one_hot_outcomes(chain(2), 4)
-    assert gap(sampled, target, target) < 1e-6 and gap(one_hot, target, target) < 1e-6
-    assert gap(sampled, target, target, rejects_to_target) > 1e-2
-    assert gap(one_hot, target, target, rejects_to_target) > 1e-2
-    assert gap(sampled, target, target, counts_all_accepts) > 1e-2
-    assert refuted(one_hot, target, takes_one_hot_for_sampled)
-    assert gap(sampled, target, target, lambda t, x, q, n, u: verify_chain(t, x, q, n, u, 0.3)) > 1e-3  # lossy
-    assert uniform_law_gap(verify_chain) < 5e-3 < 2e-2 < uniform_law_gap(shares_one_uniform)
-
-
-def test_row_13_the_check_catches_an_unprocessed_target() -> None:
-    logits = random_logits(1, 4)
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        p = PROCESSED[name]
-        outcomes = draw_outcomes(chain(2), random_logits(2, 4), row(p))
-        assert gap(outcomes, processed(logits, PLAIN), by_hand(logits, p)) > 1e-2
-
-
-def test_row_14_the_check_catches_a_filter_on_the_bonus_only() -> None:
-    logits, p = random_logits(1, 4), PROCESSED["min_p"]
-    raw, filtered = processed(logits, PLAIN), processed(logits, p)
-    outcomes = draw_outcomes(chain(2), random_logits(2, 4), row(PLAIN))
-    assert gap(outcomes, lambda s: filtered(s) if len(s) == 2 else raw(s), by_hand(logits, p)) > 1e-2
-
-
-def test_row_17_the_check_catches_wrong_tree_verifiers() -> None:
-    s = tree_shape(2, 2, 5)
-    target = processed(random_logits(11, 4), PLAIN)
-    outcomes = draw_outcomes(s, random_logits(12, 4), row(PLAIN))
-    first = [next(c[0] for c in s.children if node in c) for node in range(1, s.num_nodes)]
-
-    def with_replacement(t: Tensor, x: Tensor, q: Tensor | None, n: Tensor, u: Tensor) -> Verified:
-        assert q is not None  # each sibling checked against the distribution of the first
-        return verify_tree(t, x, q[:, [f - 1 for f in first]], n, s, u)
-
-    def rejects(t: Tensor, x: Tensor, q: Tensor | None, n: Tensor, u: Tensor) -> Verified:
-        v = verify_tree(t, x, q, n, s, u)
-        end = torch.where(v.num_accepted_tokens > 0, v.path[:, -1], 0)
-        return Verified(v.num_accepted_tokens, v.path, draw(t[torch.arange(len(t)), end], u[:, -1]))
-
-    assert gap(outcomes, target, target, tree(s)) < 1e-6
-    assert gap(outcomes, target, target, rejects) > 1e-2
-    assert refuted(outcomes, target, with_replacement) and not refuted(outcomes, target, tree(s))
 
 
 # -- single cases

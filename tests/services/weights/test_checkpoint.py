@@ -32,7 +32,7 @@ def write(folder: Path, *numbers: int, keep: int | None = None) -> None:
     writer = CheckpointWriter(folder, KIND, "test", keep)
     for number in numbers:
         writer.save(snapshot(number))
-        writer.wait(30)
+        writer.wait(120)
 
 
 def test_what_was_written_comes_back_bit_for_bit(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ class Exporting:
         self.exporter = Exporter(MetricsConfig(), self.metrics, self.clock)
 
     def scrape(self) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.exporter.port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.exporter.port}/metrics", timeout=120) as answer:
             return str(answer.read().decode())
 
     def events(self) -> float | None:
