@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
@@ -48,6 +47,21 @@ def reachable_host(bound: str) -> str:
     return str(ray.util.get_node_ip_address()) if bound in ANY_INTERFACE else bound
 
 
+class _Bell:
+    """Rung from a thread of Ray's when a call is answered: `rung_s` is when. Apart from the call, which is so free at
+    once when nobody wants its answer any more."""
+
+    def __init__(self) -> None:
+        self.rung_s: float | None = None
+        self.news: threading.Event | None = None
+
+    def ring(self, _: Future[Any]) -> None:
+        self.rung_s = time.monotonic()
+        news = self.news  # a waiter that sets it looks at `rung_s` afterwards
+        if news is not None:
+            news.set()
+
+
 class RayCall:
     """A call and its control answer. Losing the actor, in whatever way Ray says it, is ServiceLostError."""
 
@@ -55,18 +69,16 @@ class RayCall:
         self._future: Future[Any] = ref.future()
         self._name = name
         self.what = f"{name}.{method}"
+        self.bell = _Bell()
+        self._future.add_done_callback(self.bell.ring)
 
     @property
-    def answered(self) -> bool:
-        return self._future.done()
-
-    def tell(self, news: threading.Event) -> None:
-        """Set `news`, from a thread of Ray's, once the call is answered."""
-        self._future.add_done_callback(lambda _: news.set())
+    def answered_s(self) -> float | None:
+        return self.bell.rung_s
 
     def result(self, timeout_s: float) -> Any:
         wait([self._future], timeout_s)
-        if not self.answered:
+        if not self._future.done():
             raise WaitTimeoutError(f"{self.what} did not answer within {timeout_s:.0f} s: see the actor's log")
         try:
             answer = self._future.result()
@@ -88,30 +100,28 @@ class RayCall:
 
 class RayWaiter:
     """Is told of answers instead of asking Ray for them: with a thousand calls under way one `ray.wait` takes longer
-    than all that the coordinator does with an answer. `sleep` passes the time when nothing is outstanding but a timer
-    is."""
+    than all that the coordinator does with an answer. Looking whether they are rung is two attributes each. `sleep`
+    passes the time when nothing is outstanding but a timer is."""
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         self._sleep = sleep
         self._news = threading.Event()
-        self._known: weakref.WeakSet[RayCall] = weakref.WeakSet()
 
     def wait(self, pending: Sequence[RayCall], timeout_s: float) -> list[RayCall]:
         if not pending:
             self._sleep(timeout_s)
             return []
+        news = self._news
         for call in pending:
-            if call not in self._known:
-                self._known.add(call)
-                call.tell(self._news)
+            call.bell.news = news
         deadline = time.monotonic() + timeout_s
         while True:
-            self._news.clear()  # before looking: what is answered from here on sets it again
-            ready = [call for call in pending if call.answered]
+            news.clear()  # before looking: what is answered from here on sets it again
+            ready = [call for call in pending if call.bell.rung_s is not None]
             left = deadline - time.monotonic()
             if ready or left <= 0:
                 return ready
-            self._news.wait(left)
+            news.wait(left)
 
 
 class _Client:

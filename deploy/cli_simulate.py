@@ -68,6 +68,7 @@ def bench_control(
     config: Annotated[str, typer.Option(help="Whose group size and limits to take.")] = "reasoner-adaptive",
     hosts: Annotated[int, typer.Option(min=1, help="Processes that stand for the slots.")] = 2,
     advance_s: Annotated[float, typer.Option(min=0.05, help="How often a server reports.")] = 1.0,
+    reports_per_s: Annotated[float, typer.Option(min=1, help="Of all servers together, at most.")] = 400.0,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the run.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
@@ -78,7 +79,8 @@ def bench_control(
 
         from deploy.bench_control import Load, run_bench
 
-        result = run_bench(resolved, Load(slots=slots, hosts=hosts, advance_s=advance_s, steps=steps))
+        load = Load(slots=slots, hosts=hosts, advance_s=advance_s, reports_per_s=reports_per_s, steps=steps)
+        result = run_bench(resolved, load)
         if as_json:
             print(json.dumps(result))
 

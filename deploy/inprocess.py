@@ -28,6 +28,7 @@ class LocalCall:
         self.what = what
         self._run = run
         self.done = False
+        self.answered_s: float | None = None
         self._answer: Any = None
         self._error: LongtailError | None = None
 
@@ -36,10 +37,14 @@ class LocalCall:
             self._answer = self._run()
         except LongtailError as error:
             self._error = error
-        self.done = True
+        self._end()
 
     def fail(self, error: LongtailError) -> None:
-        self._error, self.done = error, True
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        self.done, self.answered_s = True, self._service.clock()
 
     def result(self, timeout_s: float) -> Any:
         while not self.done:
@@ -58,6 +63,7 @@ class LocalService:
         self._queue: deque[LocalCall] = deque()
         self.instance: Any = build()
         self.starts = 1
+        self.clock = host.clock
         host.services.append(self)
 
     def call(self, method: str, *args: Any) -> LocalCall:
@@ -106,15 +112,15 @@ class LocalHost:
 
     def __init__(self, clock: Clock, sleep: Callable[[float], None]) -> None:
         self.services: list[LocalService] = []
-        self._clock = clock
+        self.clock = clock
         self._sleep = sleep
         self._turn = 0
 
     def wait(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[Pending[Any]]:
-        give_up_s = self._clock() + timeout_s
+        give_up_s = self.clock() + timeout_s
         while True:
             ready = [p for p in pending if p.done]  # type: ignore[attr-defined]
-            left = give_up_s - self._clock()
+            left = give_up_s - self.clock()
             if ready or left <= 0:
                 return ready
             if not self._run_one():

@@ -145,8 +145,9 @@ class SlotHost:
         """(calls so far, seconds from answers to the next orders)."""
         return self.calls, [gap for server in self._servers.values() for gap in server.gaps]
 
-    async def call(self, kind: str, slot: int, number: int, method: str, *args: Any) -> Any:
-        """`number`: of the service's calls, from 0; -1: it overtakes."""
+    async def call(self, header: tuple[str, int, int, str], *args: Any) -> Any:
+        """`header`: (kind, slot, number, method); the number is of the service's calls, from 0; -1: it overtakes."""
+        kind, slot, number, method = header
         self.calls += 1
         if number < 0:
             return self._trainers[slot].interrupt(*args)
@@ -199,7 +200,7 @@ class SlotHandle:
         number = -1
         if method != "interrupt":
             number, self._calls = self._calls, self._calls + 1
-        return call.remote(self._kind, self._slot, number, method, *args)
+        return call.remote((self._kind, self._slot, number, method), *args)
 
 
 class _Method:

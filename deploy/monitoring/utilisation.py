@@ -82,6 +82,9 @@ STEP = RowSpec(
         stacked("Phase", "Share of the time by phase.",
                 f"avg by (run_id, phase) (avg_over_time({pick('phase')}{RATE}))", "{{phase}}",
                 "percentunit"),
+        quantiles("Decision latency", "From the moment that a rollout server's answer was there until its next order "
+                  "was sent: rising means that the coordinator has more slots than it can serve.", "decision_seconds",
+                  "s"),
     ),
 )  # fmt: skip
 

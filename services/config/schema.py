@@ -142,6 +142,9 @@ class MetricsConfig(Section):
 
 class CoordinatorConfig(Section):
     lease_s: float = Field(30.0, gt=0)
+    # Of all rollout servers together: with so many that rollout.advance_budget_s would bring more, each reports less
+    # often, up to a quarter of lease_s. An answer over Ray costs the coordinator about a millisecond.
+    reports_per_s: float = Field(400.0, gt=0)
     call_timeout_s: float = Field(120.0, gt=0)
     # An SGLang engine compiles kernels at its first start on a new model shape: minutes.
     start_timeout_s: float = Field(180.0, gt=0)

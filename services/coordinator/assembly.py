@@ -14,6 +14,7 @@ from services.coordinator.forecast import Forecast
 from services.coordinator.leases import LeaseBook
 from services.coordinator.progress import ProgressBoard
 from services.coordinator.rollout_phase import RolloutPhase
+from services.coordinator.scheduler import Pace
 from services.coordinator.strategies import StrategyLog
 from services.coordinator.tail_moves import TailMoves
 from services.coordinator.telemetry.facts import Telemetry
@@ -56,7 +57,8 @@ def make_drafting(parts: Parts, initial_drafter: Blob | None) -> Drafting:
 def make_phase(
     parts: Parts, drafting: Drafting, board: ProgressBoard, strategies: StrategyLog, cores: Cores | None
 ) -> RolloutPhase:
-    rollout, call_timeout_s = parts.config.rollout, parts.config.coordinator.call_timeout_s
+    rollout, section = parts.config.rollout, parts.config.coordinator
+    call_timeout_s = section.call_timeout_s
     tail = TailMoves(
         rollout.consolidate,
         parts.fleet,
@@ -77,6 +79,7 @@ def make_phase(
         parts.clock,
         board,
         max_running=rollout.engine.max_running,
+        pace=Pace(rollout.advance_budget_s, section.reports_per_s, section.lease_s / 4),
         call_timeout_s=call_timeout_s,
         tail=tail,
         telemetry=parts.telemetry,

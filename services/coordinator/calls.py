@@ -29,6 +29,10 @@ FETCH_TIMEOUT_S = 30.0
 # The longest sleep without looking at leases and at a request to stop; every answer wakes the coordinator at once.
 LOOK_S = 0.5
 
+# Of the answers that are there, so many are dealt with before the next orders go out: with a thousand servers the last
+# of a crowd would otherwise hold up the first.
+AT_ONCE = 32
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
@@ -63,6 +67,7 @@ class Calls:
         self._deadlines: list[tuple[float, int, _Call]] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self.blobs_lost = False
+        self.answered_s = clock()  # when the answer was there that is being dealt with
         self._answers: dict[str, float] = {}
 
     def post(
@@ -99,13 +104,14 @@ class Calls:
         return dict(self._answers)
 
     def turn(self, max_wait_s: float = LOOK_S) -> None:
-        """Wait until something is ready, due or overdue, at most `max_wait_s`; then deal with all of it.
+        """Wait until something is ready, due or overdue, at most `max_wait_s`; then deal with it, of many answers with
+        the oldest calls'.
 
         Raises StopRequested when the user asked to stop, and every error that is not the loss of a service.
         """
         self._check_stop()
         wait_s = max(0.0, min(max_wait_s, self._next_due() - self._clock()))
-        for pending in self._waiter.wait([c.pending for c in self._calls.values()], wait_s):
+        for pending in self._waiter.wait([c.pending for c in self._calls.values()], wait_s)[:AT_ONCE]:
             call = self._calls.get(id(pending))
             # A continuation may have dropped calls of a service it found lost.
             if call is not None and call.pending is pending:
@@ -180,13 +186,15 @@ class Calls:
             self.blobs_lost = True
             call.gone(str(error))
         else:
-            self._answers[call.owner] = self._clock()
+            now = self._clock()
+            self.answered_s = call.pending.answered_s or now
+            self._answers[call.owner] = now
             call.done(answer)
 
     def _overdue(self) -> None:
         now = self._clock()
         for _, _, call in _taken(self._deadlines, now):
-            if self._waits(call):
+            if self._waits(call) and call.pending.answered_s is None:  # an answer that is there comes in its turn
                 self._forget(call)
                 call.lost(f"no answer to {call.pending.what} within {call.timeout_s:.0f} s")
         for _, _, action in _taken(self._timers, now):

@@ -9,10 +9,12 @@ so one that has come this far is expected to go as far again, within its budget.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
+
+from services.coordinator.tail_loads import Load, LoadOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ class ServerTail:
 class Costs(Protocol):
     """`services.coordinator.rates.RateBook` learns them."""
 
-    def seconds_per_token(self, slot: int, running: int) -> float: ...
+    def seconds_per_token(self, slot: int, running: int) -> float:
+        """Never less for more that run."""
 
     def prefill_rate(self, slot: int) -> float: ...
 
@@ -74,20 +77,6 @@ class Move:
     end_after_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """A server in the plan: those that were there, those that come, and the prefill of these."""
-
-    slot: int
-    stay: tuple[TailRequest, ...]
-    come: tuple[TailRequest, ...]
-    prefill_s: float
-
-    @property
-    def count(self) -> int:
-        return len(self.stay) + len(self.come)
-
-
 def decide(servers: Sequence[ServerTail], costs: Costs, terms: Terms, wanted: int) -> tuple[Move, ...]:
     """Which servers hand their rollouts to which, at most `wanted` of them; empty when nothing is worth it.
 
@@ -97,88 +86,157 @@ def decide(servers: Sequence[ServerTail], costs: Costs, terms: Terms, wanted: in
     servers = [s for s in servers if s.requests]
     if wanted < 1 or len(servers) < 2:
         return ()
-    plan = _Plan(servers, costs, terms)
     longest = max(r.num_tokens for s in servers for r in s.requests)
-    moves: list[Move] = []
-    for source in sorted(servers, key=lambda s: (len(s.requests), sum(r.num_tokens for r in s.requests), s.slot)):
-        fixed = any(r.moved or r.num_tokens == longest for r in source.requests)
-        if len(moves) < wanted and source.useful and not fixed:
-            found = plan.best(source.slot, gather=wanted - len(moves) > 1)
-            if found is not None:
-                plan.take(found)
-                moves.append(found)
+
+    def gives(s: ServerTail) -> bool:
+        return s.useful and not any(r.moved or r.num_tokens == longest for r in s.requests)
+
+    def emptiest(s: ServerTail) -> tuple[int, int, int]:
+        return len(s.requests), sum(r.num_tokens for r in s.requests), s.slot
+
+    sources = sorted(filter(gives, servers), key=emptiest)
+    plan, moves = _Plan(servers, sources, costs, terms), list[Move]()
+    for source in sources:
+        if len(moves) == wanted:
+            break
+        found = plan.best(source.slot, gather=wanted - len(moves) > 1)
+        if found is not None:
+            plan.take(found)
+            moves.append(found)
     return tuple(moves)
 
 
+@dataclass(frozen=True, slots=True)
+class _Bundle:
+    """What a server gives: tokens to go of each request, and the tokens of all that are computed again."""
+
+    work: Mapping[str, float]
+    tokens: int
+
+
 class _Plan:
-    def __init__(self, servers: Sequence[ServerTail], costs: Costs, terms: Terms) -> None:
+    """The moves of a decision so far.
+
+    A server is tried as a destination only where it can matter, so that a decision takes a few tries for each server
+    instead of one for each pair. A move makes no server end sooner but the one that gives, so the first destination
+    with which the phase ends no later than the others do is the best. And one that would end too late with the least
+    that servers of a size have left to give is not tried again for servers of this size. Both need costs that do not
+    fall as more run.
+    """
+
+    def __init__(
+        self, servers: Sequence[ServerTail], sources: Sequence[ServerTail], costs: Costs, terms: Terms
+    ) -> None:
         self._costs, self._terms = costs, terms
-        self._capacity = {s.slot: s.capacity for s in servers}
-        self._loads = {s.slot: _Load(s.slot, s.requests, (), 0.0) for s in servers}
         told = [r.acceptance_length for s in servers for r in s.requests if r.acceptance_length]
         self._usual = sum(told) / len(told) if told else 1.0
-        self._before = self._ends(self._loads.values())
+        self._rates = {s.slot: costs.prefill_rate(s.slot) for s in servers}
         longest, self._home = max(((r, s.slot) for s in servers for r in s.requests), key=lambda rs: rs[0].num_tokens)
         self._longest = longest.rollout_id
+        self._loads = {s.slot: Load(s.slot, s.capacity, self._work(s.requests)) for s in servers}
+        ends = {slot: self._ends(load) for slot, load in self._loads.items()}
+        self._loads = {slot: replace(load, end_s=max(ends[slot].values())) for slot, load in self._loads.items()}
+        self._before = {slot: load.end_s for slot, load in self._loads.items()}
+        self._end_before = max(self._before.values())
+        late = 1 + terms.max_delay
+        self._latest, self._longest_latest = late * self._end_before, late * ends[self._home][self._longest]
+        self._order = LoadOrder(self._loads.values())
+        self._gives = {s.slot: _Bundle(self._loads[s.slot].stay, _tokens(s.requests)) for s in sources}
+        self._least = _least_to_come([self._gives[s.slot] for s in sources])  # the next source's last
+        self._best_rate = max(self._rates.values())
+        self._size = 0
 
     def best(self, source: int, gather: bool) -> Move | None:
-        """The move of a server's rollouts to where the phase ends first, if it is worth it. `gather`: more are to
-        follow, so preferably to the server that stays in any case."""
-        if self._loads[source].come:
-            return None  # what came in this plan would move twice
-        fitting = [d for d in self._loads if d != source and self._fits(source, d)]
-        moves = [m for d in fitting if (m := self._move(source, d)) is not None]
-
-        def order(m: Move) -> tuple[bool, float, int, int]:
-            away = gather and m.destination != self._home
-            return away, m.end_after_s, -self._loads[m.destination].count, m.destination
-
-        return min(moves, key=order, default=None)
+        """The next source's move to where the phase ends first, if it is worth it; of several to the fullest server.
+        `gather`: more are to follow, so preferably to the server that stays in any case."""
+        least, bundle = self._least.pop(), self._gives[source]
+        # What came in this plan would move twice.
+        if self._loads[source].come or not self._pays(source, bundle, self._best_rate):
+            return None
+        if len(bundle.work) != self._size:
+            self._size = len(bundle.work)
+            self._order.all_again()
+        others_end_s, found = self._order.latest_beside(source), None
+        for there in self._order.destinations(self._home if gather else None):
+            move = self._move(source, bundle, there, least) if there.slot != source else None
+            if move is not None and (found is None or move.end_after_s < found.end_after_s):
+                found = move
+                if move.end_after_s == others_end_s or (gather and there.slot == self._home):
+                    break
+        return found
 
     def take(self, move: Move) -> None:
-        self._loads = self._after(move.source, move.destination)
+        self._order.remove(self._loads.pop(move.source))
+        there = self._loads[move.destination]
+        self._order.remove(there)
+        load = self._with(there, self._gives[move.source])
+        load = self._loads[there.slot] = replace(load, end_s=max(self._ends(load).values()))
+        self._order.add(load)
 
-    def _fits(self, source: int, destination: int) -> bool:
-        return self._loads[source].count + self._loads[destination].count <= self._capacity[destination]
-
-    def _move(self, source: int, destination: int) -> Move | None:
-        terms, loads = self._terms, self._after(source, destination)
-        after = self._ends(loads.values())
-        end_before, end_after = max(self._before.values()), max(after.values())
-        late = 1 + terms.max_delay
-        if end_after > late * end_before or after[self._longest] > late * self._before[self._longest]:
+    def _move(self, source: int, bundle: _Bundle, there: Load, least: _Bundle) -> Move | None:
+        if there.count + len(bundle.work) > there.capacity:
+            self._order.out(there)
             return None
-        leaving = self._loads[source].stay
+        if not self._pays(source, bundle, self._rates[there.slot]):
+            return None
+        load, terms = self._with(there, bundle), self._terms
+        end_s = self._end_in_time(load)
+        if end_s is None:
+            if self._end_in_time(self._with(there, least), margin=1 + 1e-9) is None:
+                self._order.out(there)
+            return None
+        end_after = max(end_s, self._order.latest_beside(source, there.slot))
         # Without the move the slot would be free once they have ended; no use in it lasts longer than the phase.
-        freed_s = min(max(self._before[r.rollout_id] for r in leaving), end_after) - terms.move_s
-        cost_s = terms.move_s + loads[destination].prefill_s - self._loads[destination].prefill_s
+        freed_s = min(self._before[source], end_after) - terms.move_s
+        cost_s = terms.move_s + load.prefill_s - there.prefill_s
         if freed_s < max(terms.min_freed_s, terms.worth * cost_s):
             return None
-        ids = tuple(r.rollout_id for r in leaving)
-        return Move(source, destination, ids, freed_s, cost_s, end_before, end_after)
+        return Move(source, there.slot, tuple(bundle.work), freed_s, cost_s, self._end_before, end_after)
 
-    def _after(self, source: int, destination: int) -> dict[int, _Load]:
-        left = {slot: load for slot, load in self._loads.items() if slot != source}
-        there, coming = left[destination], self._loads[source].stay
-        tokens = sum(r.num_prompt + r.num_tokens for r in coming)
-        prefill_s = there.prefill_s + tokens / self._costs.prefill_rate(destination)
-        left[destination] = _Load(destination, there.stay, (*there.come, *coming), prefill_s)
-        return left
+    def _pays(self, source: int, bundle: _Bundle, prefill_rate: float) -> bool:
+        """Whether the slot could be worth it if the phase were never in the way. Generous: `_move` knows exactly."""
+        cost_s = self._terms.move_s + bundle.tokens / prefill_rate
+        freed_s = self._before[source] - self._terms.move_s
+        return freed_s * (1 + 1e-9) >= max(self._terms.min_freed_s, self._terms.worth * cost_s * (1 - 1e-9))
 
-    def _ends(self, loads: Collection[_Load]) -> dict[str, float]:
+    def _end_in_time(self, load: Load, margin: float = 1.0) -> float | None:
+        """When its last one ends; None when that is too late, or too late for the one that has run longest."""
+        ends = self._ends(load)
+        end_s = max(ends.values())
+        longest_s = ends.get(self._longest, 0.0)
+        late = end_s > margin * self._latest or longest_s > margin * self._longest_latest
+        return None if late else end_s
+
+    def _with(self, there: Load, bundle: _Bundle) -> Load:
+        prefill_s = there.prefill_s + bundle.tokens / self._rates[there.slot]
+        return replace(there, come={**there.come, **bundle.work}, prefill_s=prefill_s)
+
+    def _ends(self, load: Load) -> dict[str, float]:
         """When each rollout is expected to end. A prefill holds up all of its server, the way there those that come."""
-        ends: dict[str, float] = {}
-        for load in loads:
-            requests = (*load.stay, *load.come)
-            work = {r.rollout_id: self._work(r) for r in requests}
-            late = {r.rollout_id: self._terms.move_s for r in load.come}
-            for rollout_id, end in drain(work, partial(self._costs.seconds_per_token, load.slot)).items():
-                ends[rollout_id] = end + load.prefill_s + late.get(rollout_id, 0.0)
-        return ends
+        ends = drain({**load.stay, **load.come}, partial(self._costs.seconds_per_token, load.slot))
+        move_s = self._terms.move_s
+        return {i: end + load.prefill_s + (move_s if i in load.come else 0.0) for i, end in ends.items()}
 
-    def _work(self, r: TailRequest) -> float:
+    def _work(self, requests: Sequence[TailRequest]) -> dict[str, float]:
         """Tokens to go, fewer where more than usual come out of a verify step."""
-        return r.expected_rest * self._usual / (r.acceptance_length or self._usual)
+        usual = self._usual
+        return {r.rollout_id: r.expected_rest * usual / (r.acceptance_length or usual) for r in requests}
+
+
+def _tokens(requests: Sequence[TailRequest]) -> int:
+    return sum(r.num_prompt + r.num_tokens for r in requests)
+
+
+def _least_to_come(bundles: Sequence[_Bundle]) -> list[_Bundle]:
+    """For each of these, the last one first: as many requests as it has, each with the least work, and the fewest
+    tokens, of it and those of its size behind it."""
+    least: list[_Bundle] = []
+    for bundle in reversed(bundles):
+        work, tokens = min(bundle.work.values()), bundle.tokens
+        if least and len(least[-1].work) == len(bundle.work):
+            work, tokens = min(work, *least[-1].work.values()), min(tokens, least[-1].tokens)
+        least.append(_Bundle({f"least {n}": work for n in range(len(bundle.work))}, tokens))
+    return least
 
 
 def drain(work: dict[str, float], seconds_per_token: Callable[[int], float]) -> dict[str, float]:

@@ -12,7 +12,6 @@ refused. ROLLOUT <-> DRAINING keeps the holder and therefore the epoch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import chain
 
 from services.core.errors import StaleEpochError
@@ -81,7 +80,7 @@ class LeaseBook:
 
     def renew(self, slot: int, epoch: int, now: float) -> None:
         """A heartbeat of the holder: any acknowledged command counts. Raises StaleEpochError for a former holder."""
-        self._leases[slot] = replace(self._checked(slot, epoch), deadline_s=now + self._lease_s)
+        self._leases[slot] = SlotLease(slot, self._checked(slot, epoch).state, epoch, now + self._lease_s)
 
     def expired(self, now: float) -> list[int]:
         """Held slots whose holder has been silent past its deadline."""

@@ -31,7 +31,7 @@ class RunObserver(Protocol):
         """Where the coordinator serves its metrics; told again by one that takes over."""
 
     def values(self, state: Mapping[str, Sequence[float]]) -> None:
-        """All values of the metrics, to go on counting from; about once a second."""
+        """All values of the metrics, to go on counting from; every second, or every few with many slots."""
 
     def finish(self, summary: Mapping[str, Any]) -> None: ...
 

@@ -33,10 +33,20 @@ class _Table:
 
     by_running: dict[int, _Rate] = field(default_factory=lambda: defaultdict(_Rate))
     prefill: _Rate = field(default_factory=_Rate)
+    _points: list[tuple[int, float]] | None = None  # of what was added last
+
+    def add(self, running: int, tokens: float, seconds: float) -> None:
+        self.by_running[running].add(tokens, seconds)
+        self._points = None
 
     def points(self) -> list[tuple[int, float]]:
         """(running, seconds that a token of one of them takes), ascending and never falling: where fewer requests
         seemed slower than more, that was noise, and moving must not look free because of it."""
+        if self._points is None:
+            self._points = self._fresh_points()
+        return self._points
+
+    def _fresh_points(self) -> list[tuple[int, float]]:
         points: list[tuple[int, float]] = []
         slowest = 0.0
         for running, rate in sorted(self.by_running.items()):
@@ -59,7 +69,7 @@ class RateBook:
             if report.prefill_tokens:
                 table.prefill.add(report.prefill_tokens, report.prefill_s)
             if not report.waiting and running and seconds > 0:
-                table.by_running[running].add(report.new_tokens, seconds)
+                table.add(running, report.new_tokens, seconds)
 
     def knows(self, slot: int) -> bool:
         return bool(self._points(slot))

@@ -1,8 +1,9 @@
 """One rollout phase: prompt groups go to servers, finished groups come out, idle slots train the drafter.
 
-Each ready server with work has exactly one `advance` outstanding, of about `advance_budget_s`. Whenever any call is
-answered the phase looks again: give out queued work, release slots that have none, start or stop drafting, move the
-last rollouts of a server to another one when the drafter wants its slot.
+Each ready server with work has exactly one `advance` outstanding, of about `advance_budget_s`, longer where so many
+servers work that their answers would be more than the coordinator can deal with. Whenever any call is answered the
+phase looks again: give out queued work, release slots that have none, start or stop drafting, move the last rollouts of
+a server to another one when the drafter wants its slot.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from services.coordinator.fleet import Fleet
 from services.coordinator.leases import LeaseBook
 from services.coordinator.ledger import FinishedGroup, Ledger
 from services.coordinator.progress import ProgressBoard
-from services.coordinator.scheduler import SlotView
+from services.coordinator.scheduler import Pace, Slots, SlotView
 from services.coordinator.strategies import StrategyLog
 from services.coordinator.tail_moves import TailMoves
 from services.coordinator.telemetry.facts import Telemetry
@@ -39,6 +40,7 @@ class RolloutPhase:
         clock: Clock,
         board: ProgressBoard,
         max_running: int,
+        pace: Pace,
         call_timeout_s: float,
         tail: TailMoves,
         telemetry: Telemetry,
@@ -59,10 +61,13 @@ class RolloutPhase:
         self._clock = clock
         self._board = board
         self._max_running = max_running
+        self._pace = pace
         self._timeout_s = call_timeout_s
         self._ledger = Ledger([])
-        self._seen: list[SlotView] = []
+        self._seen = Slots()
+        self._answered_s: dict[int, float] = {}  # slot: when the answer came whose server has no new order yet
         self._advancing: dict[int, frozenset[tuple[str, int]]] = {}  # slot: what its server had when it was asked
+        self._begun: set[int] = set()  # slots whose server generated in this phase
         self._states_step: int | None = None
         # slots whose server was asked for its states in this phase, and those that have not answered yet
         self._collected: set[int] = set()
@@ -80,7 +85,9 @@ class RolloutPhase:
         Raises ServiceLostError when no server is left.
         """
         ledger = self._ledger = Ledger(works)
-        self._seen = [self._view(slot) for slot in range(len(self._leases))]
+        self._seen = Slots(self._view(slot) for slot in range(len(self._leases)))
+        self._answered_s.clear()
+        self._begun.clear()
         self._tail.begin(ledger)
         self._states_step, self._collected = states_step, set()
         self._fleet.renew_ready()
@@ -104,12 +111,12 @@ class RolloutPhase:
 
     # ------------------------------------------------------------------ what the scheduler decided
 
-    def _views(self) -> list[SlotView]:
+    def _views(self) -> Slots:
         """Of all slots; only those are looked at again that something happened to since the last call, because there
         may be thousands and each answer leads here."""
         for part in (self._leases, self._ledger, self._fleet, self._trainers):
             for slot in part.touched:
-                self._seen[slot] = self._view(slot)
+                self._seen.put(self._view(slot))
             part.touched.clear()
         return self._seen
 
@@ -161,10 +168,8 @@ class RolloutPhase:
                 continue
             self._fleet.release(slot)
             self._board.forget(self._fleet.client(slot).name)  # what it told last may run elsewhere now
-        if not pending:
-            for view in views:
-                if view.outstanding and self._leases.state(view.slot) is SlotState.ROLLOUT:
-                    self._change(view.slot, SlotState.DRAINING)
+        for slot in scheduler.slots_to_drain(pending, views):
+            self._change(slot, SlotState.DRAINING)
 
     def _collect(self, slot: int, step: int) -> None:
         self._collected.add(slot)
@@ -173,7 +178,7 @@ class RolloutPhase:
 
     def _draft(self, wanted: int) -> None:
         pending, views = self._ledger.pending, self._views()
-        room = len(views) if self._cores is None else self._cores.trainers(scheduler.generating(views))
+        room = len(self._leases) if self._cores is None else self._cores.trainers(len(views.generating))
         self._drafting.stop(scheduler.slots_to_preempt(pending, views, self._max_running, room))
         can_train = self._trainers.newest is not None and self._drafting.live is not None
         for slot in scheduler.slots_to_draft(pending, views, can_train, min(wanted, room)):
@@ -188,23 +193,30 @@ class RolloutPhase:
     # ------------------------------------------------------------------ one outstanding `advance` per server with work
 
     def _advance(self) -> None:
-        for view in self._views():
-            if view.serves and view.outstanding and view.slot not in self._advancing:
-                self._advance_one(view.slot)
+        working = self._views().working
+        stretch_s = self._pace.of(len(working))
+        for slot in sorted(working.difference(self._advancing)):
+            first = slot not in self._begun
+            self._advance_one(slot, self._pace.first(slot, len(working)) if first else stretch_s)
+            self._begun.add(slot)
 
-    def _advance_one(self, slot: int) -> None:
+    def _advance_one(self, slot: int, stretch_s: float) -> None:
         client, epoch = self._fleet.client(slot), self._leases[slot].epoch
         self._advancing[slot] = self._ledger.held(slot)
         self._calls.post(
             client.name,
-            client.advance(self._tail.budget_s(slot), epoch),
+            client.advance(self._tail.shortened(slot, stretch_s), epoch),
             lambda report: self._reported(slot, epoch, report),
             lambda reason: self._fleet.lose(slot, reason),
             self._timeout_s,
         )
+        answered_s = self._answered_s.pop(slot, None)
+        if answered_s is not None:
+            self._telemetry.decided(self._clock() - answered_s)
 
     def _reported(self, slot: int, epoch: int, report: ServerReport) -> None:
         asked = self._advancing.pop(slot)
+        self._answered_s[slot] = self._calls.answered_s
         self._leases.renew(slot, epoch, self._clock())
         self._fleet.check_versions(slot, report.versions)
         for rollout in report.finished:
@@ -230,6 +242,7 @@ class RolloutPhase:
     def _slot_lost(self, slot: int) -> None:
         self._collecting.discard(slot)
         self._advancing.pop(slot, None)
+        self._answered_s.pop(slot, None)
         self._board.forget(self._fleet.client(slot).name)
         self._drafting.slot_lost(slot)
         self._tail.slot_lost(slot)

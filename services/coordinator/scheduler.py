@@ -1,12 +1,13 @@
 """Decisions, and nothing but decisions: views in, choices out. No clock, no calls, no state.
 
-Two questions are answered here: which server gets which prompt group, and which slots train the drafter.
+Two questions are answered here: which server gets which prompt group, and which slots train the drafter. There may be
+thousands of slots and each answer of a server asks again, so that views are kept by what is asked of them (`Slots`).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.core.types import GroupWork, SlotState
@@ -31,9 +32,65 @@ class Assignment:
 
 
 ACCEPTS_WORK = frozenset({SlotState.ROLLOUT, SlotState.DRAINING})
+# Of a first stretch that is spread: the shortest; and the step that spreads any number of slots evenly.
+SOONEST, GOLDEN = 0.2, 0.6180339887498949
 
 
-def hand_out(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running: int) -> list[Assignment]:
+class Slots:
+    """The newest view of every slot, and the sets of slots that decisions start from. `accepting`: the server holds the
+    slot; of those, `generating` have rollouts that are not done, `dry` have none. `working`: a ready server has work.
+    `filled`: has work and may be given more."""
+
+    def __init__(self, views: Iterable[SlotView] = ()) -> None:
+        self._views: dict[int, SlotView] = {}
+        self.accepting, self.generating, self.dry = set[int](), set[int](), set[int]()
+        self.idle, self.training = set[int](), set[int]()
+        self.working, self.filled = set[int](), set[int]()
+        for view in views:
+            self.put(view)
+
+    def __getitem__(self, slot: int) -> SlotView:
+        return self._views[slot]
+
+    def put(self, view: SlotView) -> None:
+        self._views[view.slot] = view
+        for members, belongs in self._rules(view):
+            (members.add if belongs else members.discard)(view.slot)
+
+    def _rules(self, view: SlotView) -> tuple[tuple[set[int], bool], ...]:
+        accepts, has_work = view.state in ACCEPTS_WORK, view.outstanding > 0
+        return (
+            (self.accepting, accepts),
+            (self.generating, accepts and has_work),
+            (self.dry, accepts and not has_work),
+            (self.idle, view.state is SlotState.IDLE),
+            (self.training, view.state is SlotState.DRAFTING),
+            (self.working, view.serves and has_work),
+            (self.filled, view.state is SlotState.ROLLOUT and has_work),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often servers report. `stretch_s`: how long one generates before it does; `reports_per_s`: of all together at
+    most, for which stretches get longer with the number of servers, up to `longest_s`."""
+
+    stretch_s: float
+    reports_per_s: float
+    longest_s: float
+
+    def of(self, servers: int) -> float:
+        """The stretch of each while so many have work."""
+        return max(self.stretch_s, min(servers / self.reports_per_s, self.longest_s))
+
+    def first(self, slot: int, servers: int) -> float:
+        """The first stretch of a phase. All servers begin at once; where stretches are longer for their number, they
+        end one after the other from the first time on, and go on so."""
+        full = self.of(servers)
+        return full if full <= self.stretch_s else full * (SOONEST + (1 - SOONEST) * (slot * GOLDEN % 1.0))
+
+
+def hand_out(pending: Sequence[GroupWork], slots: Slots, max_running: int) -> list[Assignment]:
     """Give queued work to servers, one prompt group at a time, always to the least loaded one that has room.
 
     Least loaded first keeps the loads within one group of each other, so no server is left without work while
@@ -41,21 +98,20 @@ def hand_out(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_runnin
     A server that is still opening has its share kept for it. Order is kept: the first piece that does not fit ends
     the round, so a full group cannot starve behind small ones.
     """
-    ready = {v.slot for v in slots if v.serves}
-    return [a for a in _place(pending, slots, max_running) if a.slot in ready]
+    return [a for a in _place(pending, slots, max_running) if slots[a.slot].serves]
 
 
-def slots_to_wake(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running: int) -> list[int]:
+def slots_to_wake(pending: Sequence[GroupWork], slots: Slots, max_running: int) -> list[int]:
     """IDLE slots whose server should come back because queued work is left over for it."""
-    return [v.slot for v in slots if v.state is SlotState.IDLE][: _left_over(pending, slots, max_running)]
+    return sorted(slots.idle)[: _left_over(pending, slots, max_running)]
 
 
-def _left_over(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running: int) -> int:
+def _left_over(pending: Sequence[GroupWork], slots: Slots, max_running: int) -> int:
     return len(pending) - len(_place(pending, slots, max_running))
 
 
-def _place(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running: int) -> list[Assignment]:
-    loads = [(v.outstanding, v.slot) for v in slots if v.state in ACCEPTS_WORK]
+def _place(pending: Sequence[GroupWork], slots: Slots, max_running: int) -> list[Assignment]:
+    loads = [(slots[slot].outstanding, slot) for slot in slots.accepting]
     heapq.heapify(loads)  # least loaded first, of those alike the lowest slot
     placed: list[Assignment] = []
     for work in pending:
@@ -67,33 +123,29 @@ def _place(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running:
     return placed
 
 
-def slots_to_release(pending: Sequence[GroupWork], slots: Sequence[SlotView]) -> list[int]:
+def slots_to_release(pending: Sequence[GroupWork], slots: Slots) -> list[int]:
     """Serving slots with nothing queued for them and nothing running in them: they turn IDLE."""
-    if pending:
-        return []
-    return [v.slot for v in slots if v.state in ACCEPTS_WORK and v.outstanding == 0]
+    return [] if pending else sorted(slots.dry)
 
 
-def generating(slots: Sequence[SlotView]) -> int:
-    """Servers with rollouts that are not done."""
-    return sum(v.state in ACCEPTS_WORK and v.outstanding > 0 for v in slots)
+def slots_to_drain(pending: Sequence[GroupWork], slots: Slots) -> list[int]:
+    """Slots whose servers are on their last work: nothing more waits for them."""
+    return [] if pending else sorted(slots.filled)
 
 
-def slots_to_draft(pending: Sequence[GroupWork], slots: Sequence[SlotView], has_data: bool, wanted: int) -> list[int]:
+def slots_to_draft(pending: Sequence[GroupWork], slots: Slots, has_data: bool, wanted: int) -> list[int]:
     """The IDLE slots that should join drafter training now, so that `wanted` train in all: only while no work waits
     and another slot still generates."""
-    if pending or not has_data or not generating(slots):
+    more = wanted - len(slots.training)
+    if pending or not has_data or not slots.generating or more <= 0:
         return []
-    training = sum(v.state is SlotState.DRAFTING for v in slots)
-    free = [v.slot for v in slots if v.state is SlotState.IDLE and v.can_draft]
-    return free[: max(0, wanted - training)]
+    return [slot for slot in sorted(slots.idle) if slots[slot].can_draft][:more]
 
 
-def slots_to_preempt(pending: Sequence[GroupWork], slots: Sequence[SlotView], max_running: int, room: int) -> list[int]:
+def slots_to_preempt(pending: Sequence[GroupWork], slots: Slots, max_running: int, room: int) -> list[int]:
     """Training slots that yield at their next micro-step: all when nothing generates any more, else as many as queued
     work needs beyond the IDLE ones, or as are more than there is `room` for."""
-    training = [v.slot for v in slots if v.state is SlotState.DRAFTING]
-    if not pending and not generating(slots):
-        return training
-    idle = sum(v.state is SlotState.IDLE for v in slots)
-    return training[: max(0, _left_over(pending, slots, max_running) - idle, len(training) - room)]
+    if not pending and not slots.generating:
+        return sorted(slots.training)
+    needed = _left_over(pending, slots, max_running) - len(slots.idle) if slots.training else 0
+    return sorted(slots.training)[: max(0, needed, len(slots.training) - room)]

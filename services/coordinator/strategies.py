@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from services.coordinator.timeline import Timeline
 from services.core.spans import folded, lengthened
@@ -30,7 +29,7 @@ class StrategyLog:
             self._label, self._on_s, self._off_s = label, 0.0, 0.0
         spans = self._open.get(slot, [])
         for span in report.spans:
-            spans = lengthened(spans, replace(span.moved(now), slot=f"slot {slot}", label=label))
+            spans = lengthened(spans, span.moved(now, f"slot {slot}", label))
             if span.off_s is not None:
                 self._off_s += span.off_s
                 self._on_s += span.rounds_s

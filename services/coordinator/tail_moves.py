@@ -46,7 +46,6 @@ class TailMoves:
         self._terms = Terms(config.max_delay, config.min_freed_s, config.worth, 2 * SHORT * advance_budget_s)
         self._fleet, self._leases, self._calls, self._clock = fleet, leases, calls, clock
         self._tell, self._capacity, self._timeout_s = tell, capacity, call_timeout_s
-        self._budget_s = advance_budget_s
         self._rates = RateBook()
         self.begin(Ledger([]))
 
@@ -73,9 +72,9 @@ class TailMoves:
         """Rollouts are on their way to this slot's server: it is not idle although it may have nothing yet."""
         return any(move.destination == slot for move in self._under_way.values())
 
-    def budget_s(self, slot: int) -> float:
-        """How long a server may generate before it looks for messages again."""
-        return self._budget_s * (SHORT if self.receives(slot) else 1.0)
+    def shortened(self, slot: int, stretch_s: float) -> float:
+        """How long a server may generate before it looks for messages again, of what it would otherwise."""
+        return stretch_s * (SHORT if self.receives(slot) else 1.0)
 
     def consider(self, wanted: int, useful: Callable[[int], bool]) -> None:
         """Free up to `wanted` slots, of those that are `useful` free, if that is worth it. Looks once per report, and

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
+from operator import mul
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class AcceptanceStats:
 
     @property
     def num_accepted_tokens(self) -> int:
-        return sum(k * n for k, n in enumerate(self.histogram))
+        return sum(map(mul, self.histogram, count()))
 
     @property
     def acceptance_length(self) -> float | None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 class _Call(Protocol):
     what: str
     done: bool
+    answered_s: float | None
 
     def result(self, timeout_s: float) -> Any: ...
 
@@ -22,6 +23,10 @@ class Part:
     @property
     def done(self) -> bool:
         return self.call.done
+
+    @property
+    def answered_s(self) -> float | None:
+        return self.call.answered_s
 
     def result(self, timeout_s: float) -> Any:
         return self.call.result(timeout_s)[self._index]

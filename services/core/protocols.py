@@ -44,12 +44,16 @@ class Pending(Protocol[T_co]):
     @property
     def what(self) -> str: ...
 
+    @property
+    def answered_s(self) -> float | None:
+        """When the answer was there, on the clock of whoever asked; None before."""
+
     def result(self, timeout_s: float) -> T_co: ...
 
 
 class Waiter(Protocol):
     def wait(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[Pending[Any]]:
-        """Return those that are ready as soon as at least one is, or an empty list after `timeout_s`."""
+        """Return those that are ready, in order, as soon as at least one is, or an empty list after `timeout_s`."""
 
 
 class RolloutClient(Protocol):

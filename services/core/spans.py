@@ -87,8 +87,10 @@ class StrategySpan:
             off_s=_sum(self.off_s, later.off_s),
         )
 
-    def moved(self, seconds: float) -> StrategySpan:
-        return replace(self, start_s=self.start_s + seconds, end_s=self.end_s + seconds)
+    def moved(self, seconds: float, slot: str = "", label: str = "") -> StrategySpan:
+        """As many seconds later, and there."""
+        start_s, end_s = self.start_s + seconds, self.end_s + seconds
+        return replace(self, start_s=start_s, end_s=end_s, slot=slot or self.slot, label=label or self.label)
 
 
 def running_bucket(running: int) -> int:

@@ -12,7 +12,7 @@ from services.report.svg import Frame, esc, fmt, path_of
 _COLOURS = ("#3c6fb4", "#e0912f", "#3f8f5b", "#a3508f", "#7a6a4f", "#c0504d")
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#5c636e}.head{font-weight:600;fill:#2b2f36}.grid{stroke:#ecedea}"
-    ".base{stroke:#c9cbc7}.line{fill:none;stroke-width:2.2}"
+    ".base{stroke:#c9cbc7}.line{fill:none;stroke-width:2.2}.band{fill:none;stroke-width:9;stroke-opacity:.28}"
 )
 _WIDTH, _HEIGHT, _LEGEND_ROW = 420, 260, 18
 
@@ -28,7 +28,11 @@ def draw_scaling(rows: Sequence[Row]) -> str:
     full = [r for r in rows if r["mode"] == "full"] or list(rows)
     panels = [
         _panel("Simulated step, times as fast as OFF", _series(learned, lambda r: r["speedup_over_off"])),
-        _panel("Slot time without rollout work, and its part that trains, %", _shares(full)),
+        _panel(
+            "Slot time without work (wide), training (thin), %",
+            _series(full, lambda r: 100 * r["freed_share"] * r["reclaimed_share"]),
+            _series(full, lambda r: 100 * r["freed_share"]),
+        ),
         _panel("Answers to the coordinator per second", _series(full, lambda r: r["messages_per_s"])),
     ]
     height = _HEIGHT + _LEGEND_ROW * max(p.count("<rect") for p in panels) + 10
@@ -44,7 +48,7 @@ def draw_scaling(rows: Sequence[Row]) -> str:
 Series = dict[str, list[tuple[float, float]]]
 
 
-def _series(rows: Sequence[Row], value: Value, what: str = "") -> Series:
+def _series(rows: Sequence[Row], value: Value) -> Series:
     found: Series = {}
     several = {name: len({r[name] for r in rows}) > 1 for name in ("shape", "sigma", "failures", "mode")}
     for row in rows:
@@ -54,19 +58,14 @@ def _series(rows: Sequence[Row], value: Value, what: str = "") -> Series:
         parts += [row["mode"]] if several["mode"] else []
         number = value(row)
         if number is not None:
-            found.setdefault(", ".join([*parts, what] if what else parts) or row["mode"], []).append(
-                (log2(row["gpus"]), number)
-            )
+            found.setdefault(", ".join(parts) or row["mode"], []).append((log2(row["gpus"]), number))
     return {name: sorted(points) for name, points in found.items()}
 
 
-def _shares(rows: Sequence[Row]) -> Series:
-    free = _series(rows, lambda r: 100 * r["freed_share"], "without work")
-    return free | _series(rows, lambda r: 100 * r["freed_share"] * r["reclaimed_share"], "trains")
-
-
-def _panel(title: str, series: Series) -> str:
-    points = [p for line in series.values() for p in line]
+def _panel(title: str, series: Series, bands: Series | None = None) -> str:
+    """`bands`: by the same names, drawn wide below the lines, so that both are seen where they meet."""
+    bands = bands or {}
+    points = [p for line in (*series.values(), *bands.values()) for p in line]
     if not points:
         return ""
     xs = sorted({x for x, _ in points})
@@ -78,8 +77,11 @@ def _panel(title: str, series: Series) -> str:
     for x in xs:
         frame.text(frame.px(x), bottom + 16, fmt(2**x, 0), "t", "middle")
     frame.text(_WIDTH - frame.right, _HEIGHT - 5, "GPUs", "t unit", "end")
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(series)}
+    for name, line in bands.items():
+        frame.add(f'<path d="{path_of(frame, line)}" class="band" stroke="{colours[name]}"/>')
     for i, (name, line) in enumerate(series.items()):
-        _line(frame, name, line, _COLOURS[i % len(_COLOURS)], _HEIGHT + 10 + _LEGEND_ROW * i)
+        _line(frame, name, line, colours[name], _HEIGHT + 10 + _LEGEND_ROW * i)
     return "".join(frame.parts)
 
 

@@ -47,18 +47,23 @@ class Call:
     def __init__(self, what: str, agenda: Agenda, on_done: Callable[[], None]) -> None:
         self.what, self._agenda, self._on_done = what, agenda, on_done
         self.done = False
+        self.answered_s: float | None = None
         self._answer: Any = None
         self._error: LongtailError | None = None
 
     def settle(self, answer: Any) -> None:
         if not self.done:
-            self._answer, self.done = answer, True
-            self._on_done()
+            self._answer = answer
+            self._end()
 
     def fail(self, error: LongtailError) -> None:
         if not self.done:
-            self._error, self.done = error, True
-            self._on_done()
+            self._error = error
+            self._end()
+
+    def _end(self) -> None:
+        self.done, self.answered_s = True, self._agenda.now
+        self._on_done()
 
     def result(self, timeout_s: float) -> Any:
         give_up_s = self._agenda.now + timeout_s

@@ -79,17 +79,22 @@ class RunMetrics:
         for slot in range(config.rollout.num_servers):
             v.set("longtail_gpus", config.placement.gpus_per_slot, slot_name(slot))
         v.set("longtail_policy_gpus", config.placement.policy_workers * config.placement.policy_gpus)
-        self._show_states()
+        for slot in range(config.rollout.num_servers):
+            self._show_state(slot)
         self._show_phase("starting")
 
     # ------------------------------------------------------------------ reading
 
     @_locked
-    def read(self) -> tuple[State, list[Family]]:
-        """All values up to now: to be kept, and to be shown."""
+    def read(self) -> State:
+        """All values up to now."""
         self._tick()
         self._values.set("longtail_read_timestamp_seconds", self._wall_clock())
-        return self._values.take(), self._values.families()
+        return self._values.take()
+
+    def families(self, state: State) -> list[Family]:
+        """What `read` gave, to be shown. Takes a quarter of a second with a thousand slots: not under the lock."""
+        return self._values.families(state)
 
     # ------------------------------------------------------------------ as an observer
 
@@ -165,7 +170,7 @@ class RunMetrics:
     @_locked
     def slot_changed(self, before: SlotLease, after: SlotLease, now: float) -> None:
         self._times.change(after.slot, after.state, now)
-        self._show_states()
+        self._show_state(after.slot)
 
     @_locked
     def reported(self, slot: int, report: ServerReport) -> None:
@@ -185,6 +190,10 @@ class RunMetrics:
         for span in report.spans:
             v.inc("longtail_strategy_rounds_total", span.rounds, name, self._labels.known("strategy", span.strategy))
         self._accepted(report)
+
+    @_locked
+    def decided(self, seconds: float) -> None:
+        self._values.observe("longtail_decision_seconds", max(0.0, seconds))
 
     @_locked
     def trained(self, slot: int, progress: DrafterProgress) -> None:
@@ -261,12 +270,10 @@ class RunMetrics:
         if self._phase == "rollout":  # not in evaluations, where nobody may train
             self._values.observe("longtail_idle_window_seconds", seconds)
 
-    def _show_states(self) -> None:
-        states = self._times.states
-        for slot, state in enumerate(states):
-            self._values.set("longtail_slot_state", STATES.index(state), slot_name(slot))
+    def _show_state(self, slot: int) -> None:
+        self._values.set("longtail_slot_state", STATES.index(self._times.states[slot]), slot_name(slot))
         for state in SlotState:
-            self._values.set("longtail_slots", states.count(state), state.value)
+            self._values.set("longtail_slots", self._times.counts[state], state.value)
 
     def _show_phase(self, phase: str) -> None:
         self._phase = phase

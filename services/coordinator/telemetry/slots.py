@@ -3,6 +3,7 @@ who hold no slot."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from services.coordinator.leases import SERVING
@@ -16,7 +17,7 @@ FREE = frozenset({SlotState.IDLE, SlotState.DRAFTING})
 class SlotTimes:
     """`spent(slot, role, seconds)` gets every second of every slot once. `window(seconds)` gets each idle window: a
     slot's server ran dry while another one still generated; it ends when the slot serves again or is lost, or when
-    nobody generates any more."""
+    nobody generates any more. `counts`: slots by state."""
 
     def __init__(
         self,
@@ -26,6 +27,7 @@ class SlotTimes:
         window: Callable[[float], None],
     ) -> None:
         self.states = [SlotState.IDLE] * num_slots
+        self.counts = Counter(self.states)
         self._since = [now] * num_slots
         self._free_since: dict[int, float] = {}
         self._spent, self._window = spent, window
@@ -33,7 +35,9 @@ class SlotTimes:
     def change(self, slot: int, state: SlotState, now: float) -> None:
         self._count(slot, now)
         before, self.states[slot] = self.states[slot], state
-        serving = any(s in SERVING for s in self.states)
+        self.counts[before] -= 1
+        self.counts[state] += 1
+        serving = any(self.counts[s] for s in SERVING)
         if state not in FREE:
             self._close(slot, now)
         elif before in SERVING and serving:

@@ -11,6 +11,7 @@ from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
 SECONDS = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+LATENCY = (0.001, 0.002, 0.003, 0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 TOKENS = (16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0)
 
 
@@ -75,6 +76,8 @@ ROLLOUT = (
     _counter("rollouts_finished", "Rollouts of recorded steps by how they ended.", ("reason",)),
     _counter("generated_tokens", "Response tokens that a slot's server generated.", ("slot",), "tokens"),
     _counter("prefill_tokens", "Tokens computed before a first new one.", ("slot",), "tokens"),
+    _histogram("decision_seconds", "From the moment that a rollout server's answer was there until its next order was "
+               "sent.", buckets=LATENCY),
     _counter("server_busy_seconds", "Seconds inside calls of a rollout server.", ("slot",), "seconds"),
     _histogram("response_tokens", "Lengths of the responses of recorded steps.", buckets=TOKENS),
     _gauge("step_response_tokens", "Median, 99th percentile and maximum of the last step's responses.", ("stat",),

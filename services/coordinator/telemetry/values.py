@@ -27,7 +27,8 @@ class Values:
 
     def __init__(self, labels: LabelValues, run_id: str) -> None:
         self._run_id = run_id
-        self._series = {metric.name: labels.series(metric.labels) for metric in METRICS}
+        # Ordered, and asked for membership with every value: a metric of thousands of slots has tens of thousands.
+        self._series = {metric.name: dict.fromkeys(labels.series(metric.labels)) for metric in METRICS}
         self._numbers: dict[str, list[float]] = {}
         for metric in METRICS:
             for series in self._series[metric.name]:
@@ -70,12 +71,13 @@ class Values:
                 if earlier is not None and len(earlier) == _width(metric):
                     self._numbers[_key(metric.name, series)] = [float(n) for n in earlier]
 
-    def families(self) -> list[Family]:
-        return [self._family(metric) for metric in METRICS]
+    def families(self, state: State) -> list[Family]:
+        """What `take` gave, as Prometheus is told it. May be called from any thread."""
+        return [self._family(metric, state) for metric in METRICS]
 
-    def _family(self, metric: Metric) -> Family:
+    def _family(self, metric: Metric, state: State) -> Family:
         name, labels = metric.name, ("run_id", *metric.labels)
-        found = [(s, self._numbers.get(_key(name, s))) for s in self._series[name]]
+        found = [(s, state.get(_key(name, s))) for s in self._series[name]]
         known = [((self._run_id, *series), numbers) for series, numbers in found if numbers is not None]
         if metric.kind == "histogram":
             histogram = HistogramMetricFamily(name, metric.help, labels=labels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from services.coordinator.consolidation import Move, ServerTail, TailRequest, Terms, decide, drain
 from services.coordinator.rates import RateBook
 from services.core.types import AcceptanceStats, RunningRequest, ServedVersions, ServerReport
+from tests.services.coordinator import plain_consolidation
 from tests.services.coordinator.test_ledger import rollout
 from tests.services.coordinator.test_scheduler import works
 
@@ -150,6 +152,86 @@ def test_whatever_the_tail_the_rules_hold(servers: list[ServerTail], costs: Line
         assert m.freed_s >= terms.min_freed_s and m.freed_s >= terms.worth * m.cost_s
         assert m.cost_s >= terms.move_s and m.end_after_s <= (1 + terms.max_delay) * m.end_before_s
     assert decide(servers, costs, replace(terms, min_freed_s=1e9), wanted) == ()
+
+
+@dataclass(frozen=True)
+class Uneven(Linear):
+    """Every server at another speed."""
+
+    def seconds_per_token(self, slot: int, running: int) -> float:
+        return super().seconds_per_token(slot, running) * (1 + slot % 3)
+
+    def prefill_rate(self, slot: int) -> float:
+        return self.prefill / (1 + slot % 4)
+
+
+UNEVEN = st.builds(Uneven, st.floats(0.001, 0.1), st.sampled_from([0.0, 0.01, 0.1, 1.0]), st.floats(50, 1e5))
+
+
+@settings(max_examples=500)
+@given(tails(), COSTS | UNEVEN, LIMITS, st.integers(0, 6))
+def test_the_moves_are_those_of_comparing_every_server_with_every_other(
+    servers: list[ServerTail], costs: Linear, terms: Terms, wanted: int
+) -> None:
+    assert decide(servers, costs, terms, wanted) == plain_consolidation.decide(servers, costs, terms, wanted)
+
+
+def fleet(count: int, seed: int, most: int = 3) -> list[ServerTail]:
+    """The tail of a step: a few rollouts at every server, log-normal."""
+    rng = random.Random(seed)
+
+    def tokens() -> int:
+        return max(1, min(15_000, round(rng.lognormvariate(7.0, 1.0))))
+
+    return [
+        tail(slot, *(tokens() for _ in range(rng.randint(1, most))), capacity=rng.choice((4, 8)), budget=16_384,
+             useful=rng.random() < 0.9)
+        for slot in range(count)
+    ]  # fmt: skip
+
+
+FLEET_COSTS = {
+    "gpu": Linear(slope=0.01), "flat": Linear(), "uneven": Uneven(slope=0.05), "cpu": Linear(slope=0.5),
+    "slow prefill": Linear(slope=0.01, prefill=500.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("costs", FLEET_COSTS.values(), ids=FLEET_COSTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_larger_fleets_move_alike_too(costs: Linear, seed: int) -> None:
+    for terms in (TERMS, replace(TERMS, max_delay=0.2)):
+        for wanted in (1, 12):
+            servers = fleet(16, seed)
+            assert decide(servers, costs, terms, wanted) == plain_consolidation.decide(servers, costs, terms, wanted)
+
+
+class Counting:
+    """How often a cost is asked for: a try of a move asks once for each rollout of one server."""
+
+    def __init__(self, costs: Linear) -> None:
+        self._costs, self.asked = costs, 0
+
+    def seconds_per_token(self, slot: int, running: int) -> float:
+        self.asked += 1
+        return self._costs.seconds_per_token(slot, running)
+
+    def prefill_rate(self, slot: int) -> float:
+        return self._costs.prefill_rate(slot)
+
+
+def asked(costs: Linear, count: int) -> float:
+    """For each server."""
+    counting = Counting(costs)
+    for seed in range(3):
+        decide(fleet(count, seed), counting, TERMS, count)
+    return counting.asked / 3 / count
+
+
+@pytest.mark.parametrize("costs", FLEET_COSTS.values(), ids=FLEET_COSTS)
+def test_a_decision_costs_about_the_same_for_each_server_however_many_there_are(costs: Linear) -> None:
+    """Plainly it would be the square: 64 times as many for 8 times the servers."""
+    few, many = asked(costs, 50), asked(costs, 400)
+    assert many < 3 * few, f"{few:.0f} costs for each of 50 servers, {many:.0f} for each of 400"
 
 
 @settings(max_examples=300)

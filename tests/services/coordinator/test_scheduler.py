@@ -1,23 +1,35 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from itertools import pairwise
+from typing import TypeVar
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.coordinator.scheduler import (
-    SlotView,
-    hand_out,
-    slots_to_draft,
-    slots_to_preempt,
-    slots_to_release,
-    slots_to_wake,
-)
+from services.coordinator import scheduler
+from services.coordinator.scheduler import Pace, Slots, SlotView
 from services.coordinator.work import make_work, prompts_of_step, rollout_seed
 from services.core.types import SlotState
 from tests.services.coordinator.fakes import SAMPLING, make_prompts
 
 S = SlotState
+T = TypeVar("T")
+
+
+def over_views(decision: Callable[..., T]) -> Callable[..., T]:
+    """A decision over a plain list of views."""
+    return lambda pending, views, *rest: decision(pending, Slots(views), *rest)
+
+
+hand_out = over_views(scheduler.hand_out)
+slots_to_draft = over_views(scheduler.slots_to_draft)
+slots_to_preempt = over_views(scheduler.slots_to_preempt)
+slots_to_release = over_views(scheduler.slots_to_release)
+slots_to_drain = over_views(scheduler.slots_to_drain)
+slots_to_wake = over_views(scheduler.slots_to_wake)
 
 
 def view(slot: int, state: SlotState, outstanding: int = 0, serves: bool = True, can_draft: bool = True) -> SlotView:
@@ -116,6 +128,61 @@ def test_no_slot_is_told_two_things_and_training_never_exceeds_what_is_wanted(
         assert not drafts
     left = groups - len(hand_out(pending, views, 8))
     assert len(wakes) + len(stops) == min(left, training + sum(v.state is S.IDLE for v in views)) or not pending
+
+
+VIEWS = st.builds(view, st.integers(0, 5), STATES, st.integers(0, 3), st.booleans(), st.booleans())
+
+
+def members(slots: Slots) -> dict[str, set[int]]:
+    return {name: part for name, part in vars(slots).items() if isinstance(part, set)}
+
+
+@given(st.lists(VIEWS, max_size=30))
+def test_the_sets_of_slots_are_those_of_the_newest_views_whatever_was_put_before(views: list[SlotView]) -> None:
+    kept, newest = Slots(), dict[int, SlotView]()
+    for one in views:
+        kept.put(one)
+        newest[one.slot] = one
+    plain = newest.values()
+
+    def where(rule: Callable[[SlotView], bool]) -> set[int]:
+        return {v.slot for v in plain if rule(v)}
+
+    assert members(kept) == {
+        "accepting": where(lambda v: v.state in (S.ROLLOUT, S.DRAINING)),
+        "generating": where(lambda v: v.state in (S.ROLLOUT, S.DRAINING) and v.outstanding > 0),
+        "dry": where(lambda v: v.state in (S.ROLLOUT, S.DRAINING) and v.outstanding == 0),
+        "idle": where(lambda v: v.state is S.IDLE),
+        "training": where(lambda v: v.state is S.DRAFTING),
+        "working": where(lambda v: v.serves and v.outstanding > 0),
+        "filled": where(lambda v: v.state is S.ROLLOUT and v.outstanding > 0),
+    }
+    assert all(kept[v.slot] is v for v in plain)
+
+
+@given(st.floats(0.01, 5.0), st.integers(0, 10_000), st.floats(1.0, 1000.0), st.floats(5.0, 100.0))
+def test_servers_report_no_more_often_than_all_together_may(
+    stretch_s: float, servers: int, reports_per_s: float, longest_s: float
+) -> None:
+    pace = Pace(stretch_s, reports_per_s, longest_s)
+    assert stretch_s <= pace.of(servers) <= max(stretch_s, longest_s)
+    assert pace.of(servers) == longest_s or servers / pace.of(servers) <= reports_per_s * (1 + 1e-9)
+    if servers / stretch_s <= reports_per_s:
+        assert pace.of(servers) == stretch_s == pace.first(7, servers), "nobody waits longer than it must"
+
+
+@pytest.mark.parametrize("servers", [100, 999, 4096])
+def test_first_stretches_end_one_after_the_other(servers: int) -> None:
+    pace = Pace(0.15, 100.0, 1000.0)
+    ends = sorted(pace.first(slot, servers) / pace.of(servers) for slot in range(servers))
+    assert ends[0] > 0.19 and ends[-1] < 1
+    assert max(b - a for a, b in pairwise(ends)) < 3 / servers
+
+
+def test_servers_drain_once_nothing_waits() -> None:
+    slots = [view(0, S.ROLLOUT, 2), view(1, S.ROLLOUT, 0), view(2, S.DRAINING, 1), view(3, S.IDLE)]
+    assert slots_to_drain([], slots) == [0]
+    assert slots_to_drain(works(1), slots) == []
 
 
 def test_prompts_of_steps_pass_over_all_prompts_before_repeating() -> None:

@@ -90,6 +90,16 @@ def test_asking_the_selector_less_often_changes_little() -> None:
         assert one.rollout_s == pytest.approx(other.rollout_s, rel=0.1)
 
 
+def test_many_servers_report_no_more_often_than_the_coordinator_can_bear() -> None:
+    """And nothing but how often they are asked changes."""
+    often, seldom = (
+        run(cluster(12, "off", steps=2, coordinator={"reports_per_s": rate}), scenario()) for rate in (400.0, 4.0)
+    )
+    assert seldom.answers < 0.85 * often.answers
+    assert [m.response_tokens for m in seldom.steps] == [m.response_tokens for m in often.steps]
+    assert seldom.virtual_s < 1.1 * often.virtual_s
+
+
 def bytecodes_of_the_coordinator(slots: int, mode: str) -> int:
     """How many operations its code runs, services and their models apart."""
     count = 0

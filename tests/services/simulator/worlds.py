@@ -18,7 +18,14 @@ SELECTORS: dict[str, Any] = {
 }
 
 
-def cluster(slots: int = 4, mode: str = "full", steps: int = 3, groups: int = 4, **rollout: Any) -> ClusterConfig:
+def cluster(
+    slots: int = 4,
+    mode: str = "full",
+    steps: int = 3,
+    groups: int = 4,
+    coordinator: dict[str, Any] | None = None,
+    **rollout: Any,
+) -> ClusterConfig:
     """`groups` of four rollouts for each slot."""
     return ClusterConfig.model_validate(
         {
@@ -33,6 +40,7 @@ def cluster(slots: int = 4, mode: str = "full", steps: int = 3, groups: int = 4,
             },
             "speculation": {"selector": SELECTORS[mode]},
             "drafter": {"micro_step_budget_s": 1.0, "training": {"when": "always"}},
+            "coordinator": coordinator or {},
             "run": {"steps": steps, "eval_prompts": 0, "checkpoint_every": 0},
         }
     )

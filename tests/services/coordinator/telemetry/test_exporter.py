@@ -10,7 +10,7 @@ import pytest
 
 from services.config.schema import MetricsConfig
 from services.coordinator.resume import Takeover
-from services.coordinator.telemetry.exporter import PERIOD_S, Exporter, open_metrics
+from services.coordinator.telemetry.exporter import PERIOD_S, Exporter, open_metrics, period_s
 from services.coordinator.telemetry.facts import NO_TELEMETRY
 from services.coordinator.telemetry.run_metrics import RunMetrics
 from services.core.errors import ConfigError
@@ -62,6 +62,20 @@ def test_values_are_offered_once_a_period_unless_the_run_ends(exporting: Exporti
     assert exporting.exporter.offer() is not None
 
 
+def test_the_values_of_many_slots_are_offered_less_often() -> None:
+    assert [period_s(slots) for slots in (1, 200, 600, 4096)] == [PERIOD_S, PERIOD_S, 3.0, 5.0]
+    clock = FakeClock()
+    exporter = Exporter(MetricsConfig(), RunMetrics(tiny_config(), "r", clock, lambda w, b: None), clock, 3.0)
+    try:
+        assert exporter.offer() is not None
+        clock.now += 2.9
+        assert exporter.offer() is None
+        clock.now += 0.1
+        assert exporter.offer() is not None
+    finally:
+        exporter.close()
+
+
 def test_prometheus_own_tool_finds_nothing_to_complain_about(exporting: Exporting) -> None:
     exporting.exporter.offer()
     exporting.exporter.acknowledge()
@@ -89,6 +103,6 @@ def test_it_goes_on_from_a_takeover_and_from_a_run_that_is_resumed(resumed: bool
     metrics, exporter = open_metrics(tiny_config(), "r1", FakeClock(), lambda weights, blob: None, takeover)
     assert isinstance(metrics, RunMetrics) and exporter is not None
     exporter.close()
-    state, _ = metrics.read()
+    state = metrics.read()
     assert state["longtail_steps_total"] == (41.0,)
     assert state["longtail_coordinator_restarts_total"] == (float(not resumed),)

@@ -44,7 +44,7 @@ class MeasuredWorld(World):
         )  # fmt: skip
 
     def value(self, name: str, *series: str) -> float:
-        state, _ = self.metrics.read()
+        state = self.metrics.read()
         return state["|".join((f"longtail_{name}", *series))][0]
 
 
@@ -65,7 +65,7 @@ def test_a_run_is_counted_as_it_was() -> None:
     assert world.value("rollout_staleness") == 0, "rollouts are strictly on-policy"
     micro_steps = sum(world.value("drafter_micro_steps_total", f"slot {i}") for i in range(2))
     assert micro_steps == sum(m.drafter_micro_steps for m in steps) > 0
-    state, _ = world.metrics.read()
+    state = world.metrics.read()
     lengths = state["longtail_response_tokens"]
     assert lengths[0] == sum(len(r.response_ids) for r in rollouts) and sum(lengths[1:]) == len(rollouts)
 
@@ -86,7 +86,7 @@ def test_a_role_that_empties_is_zero_not_gone() -> None:
     seen: dict[str, set[float]] = {}
 
     def watch(view: ProgressView) -> None:
-        state, _ = world.metrics.read()
+        state = world.metrics.read()
         for role in SlotState:
             seen.setdefault(role.value, set()).add(state[f"longtail_slots|{role.value}"][0])
         assert sum(state[f"longtail_slots|{role.value}"][0] for role in SlotState) == 2
@@ -103,7 +103,7 @@ def test_totals_survive_a_coordinator_that_dies() -> None:
     before: dict[str, float] = {}
 
     def kill(view: ProgressView) -> None:
-        state, _ = world.metrics.read()
+        state = world.metrics.read()
         world.memory.values(state)
         if view.step == 2 and view.phase == "rollout" and view.rollouts_done > 3:
             world.observer.watch = lambda view: None
@@ -115,11 +115,11 @@ def test_totals_survive_a_coordinator_that_dies() -> None:
         world.coordinator.run()
     world.take_over(world.memory.takeover(world.clock()))
     assert before["longtail_steps_total"] == 1 and before["longtail_generated_tokens_total|slot 0"] > 0
-    state, _ = world.metrics.read()
+    state = world.metrics.read()
     assert all(state[key][0] >= number for key, number in before.items())
     world.coordinator.run()
     assert world.value("steps_total") == 3 and world.value("coordinator_restarts_total") == 1
-    state, _ = world.metrics.read()
+    state = world.metrics.read()
     assert all(state[key][0] >= number for key, number in before.items())
 
 
@@ -148,7 +148,7 @@ def metrics(**changes: Any) -> RunMetrics:
 
 
 def of(metrics: RunMetrics, name: str, *series: str) -> float:
-    return metrics.read()[0]["|".join((f"longtail_{name}", *series))][0]
+    return metrics.read()["|".join((f"longtail_{name}", *series))][0]
 
 
 def test_memory_switches_are_counted_with_time_and_bytes() -> None:
@@ -159,7 +159,7 @@ def test_memory_switches_are_counted_with_time_and_bytes() -> None:
     assert of(m, "memory_switch_seconds_total", "resume") == 0.5
     assert of(m, "memory_switch_bytes_total", "release") == 4000
     assert of(m, "served_version", "slot 1", "policy") == 3
-    assert "longtail_served_version|slot 1|drafter" not in m.read()[0], "nothing was loaded"
+    assert "longtail_served_version|slot 1|drafter" not in m.read(), "nothing was loaded"
 
 
 def test_rounds_are_counted_by_the_chosen_strategy() -> None:
@@ -179,7 +179,7 @@ def test_a_gain_that_nobody_predicts_has_no_sample() -> None:
     world.coordinator.run()
     step = world.observer.steps[0]
     m.step(replace(step, achieved_gain=None, predicted_gain=None))
-    assert not any("gain" in key for key in m.read()[0]), "unknown is not 1"
+    assert not any("gain" in key for key in m.read()), "unknown is not 1"
     m.step(replace(step, achieved_gain=1.5, predicted_gain=1.25))
     assert of(m, "achieved_gain") == 1.5 and of(m, "predicted_gain") == 1.25
 
@@ -204,7 +204,7 @@ def test_buckets_are_named_by_their_range() -> None:
     strategy = {"drafter": "eagle", "depth": 2, "topk": 1, "num_draft_tokens": 3}
     buckets = [{"min_running": 1, "strategies": [strategy]}, {"min_running": 17, "strategies": [{"drafter": "off"}]}]
     m = metrics(speculation={"selector": {"type": "beg_mab", "buckets": buckets}})
-    keys = {key for key in m.read()[0] if key.startswith("longtail_verify_steps_total|")}
+    keys = {key for key in m.read() if key.startswith("longtail_verify_steps_total|")}
     assert keys == {
         f"longtail_verify_steps_total|{s}|{b}" for s in ("off", "eagle_2_1_3", "other") for b in ("1-16", "17+")
     }
@@ -213,6 +213,6 @@ def test_buckets_are_named_by_their_range() -> None:
 def test_a_selector_without_ranges_is_shown_by_octaves() -> None:
     chain = {"drafter": "eagle", "depth": 2, "topk": 1, "num_draft_tokens": 3}
     m = metrics(speculation={"selector": {"type": "adaptive", "strategies": [chain]}})
-    keys = {tuple(key.split("|")[1:]) for key in m.read()[0] if key.startswith("longtail_verify_steps_total|")}
+    keys = {tuple(key.split("|")[1:]) for key in m.read() if key.startswith("longtail_verify_steps_total|")}
     assert {strategy for strategy, _ in keys} == {"off", "eagle_2_1_3", "other"}
     assert {bucket for _, bucket in keys} == {"1-1", "2-2", "3-4", "5-8", "9-16", "17-32", "33-64", "65+"}

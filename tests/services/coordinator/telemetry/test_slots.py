@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,3 +92,11 @@ def test_work_is_counted_while_it_lasts_and_once() -> None:
     assert seconds["policy"] == 7.5
     work.end("reward", 2.0)  # it began before anybody listened
     assert seconds["reward"] == 2.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(list(SlotState))), max_size=30))
+def test_the_counts_are_those_of_the_states(changes: list[tuple[int, SlotState]]) -> None:
+    times = SlotTimes(4, 0.0, lambda slot, state, seconds: None, lambda seconds: None)
+    for now, (slot, state) in enumerate(changes, 1):
+        times.change(slot, state, float(now))
+        assert +times.counts == Counter(times.states)
