@@ -227,6 +227,12 @@ def _page(title: str, note: str, groups: Sequence[str], height: float) -> str:
     return head + "".join(groups) + "</svg>\n"
 
 
+def run_boards() -> dict[str, dict[str, Any]]:
+    """The dashboards that show a run, by name; that of served models shows none."""
+    boards = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("*.json"))}
+    return {n: b for n, b in boards.items() if any(v["name"] == "run" for v in b["templating"]["list"])}
+
+
 def main(
     url: str,
     run_id: str,
@@ -235,10 +241,9 @@ def main(
     out: Annotated[Path, typer.Option()] = Path("docs"),
 ) -> None:
     api = PrometheusApi(url)
-    for file in sorted(FOLDER.glob("*.json")):
-        board = json.loads(file.read_text(encoding="utf-8"))
-        assert list(flat_panels(board)), f"{file} has no panel"
-        picture = out / f"{file.stem}.svg"
+    for name, board in run_boards().items():
+        assert list(flat_panels(board)), f"{name} has no panel"
+        picture = out / f"{name}.svg"
         picture.write_text(draw_dashboard(board, api, run_id, (start_s, end_s)), encoding="utf-8")
         print(picture)
 
