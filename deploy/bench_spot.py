@@ -160,7 +160,8 @@ def run_bench(config: ClusterConfig, repeats: int, seeds: int, picture: Path | N
         print(json.dumps(timing), flush=True)
         found = []
         for seed in range(seeds):
-            found.append(_moved(config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})))
+            run = config.run.model_copy(update={"seed": seed, "checkpoint_every": 0})  # no run folder to put them into
+            found.append(_moved(config.model_copy(update={"run": run})))
             print(json.dumps({"seed": seed, **found[-1]}), flush=True)
     return {
         "bench": "spot", **provenance(), "slots": config.rollout.num_servers, "repeats": repeats,

@@ -68,7 +68,8 @@ def test_the_native_engine_hands_its_own_hidden_states_to_the_drafter(model: Pat
     )  # fmt: skip
     run_local(config, observer)
     assert len(observer.steps) == 2
-    assert sum(m.drafter_micro_steps for m in observer.steps) > 0, "there was nothing to learn from"
+    # Whether a slot was idle long enough to train is chance; that there were states to judge the drafter on is not.
+    assert observer.steps[-1].acceptance_length_live_offline is not None, "no hidden states reached the drafter"
     assert "states_dropped" not in {e.kind for e in observer.events}
 
 
