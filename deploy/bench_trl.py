@@ -202,7 +202,7 @@ def _to_the_end(module_and_arguments: Sequence[str], place: Path) -> None:
         process = subprocess.Popen(
             [sys.executable, "-m", *module_and_arguments],
             cwd=place,
-            env={**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE"},  # theirs, too, spare the cores
+            env={**os.environ, "PYTHONPATH": path},
             stdout=file,
             stderr=subprocess.STDOUT,
         )
