@@ -12,9 +12,8 @@ import random
 from collections import deque
 from collections.abc import Iterable
 
-import torch
-
 from services.drafter.buffer import HiddenStateBuffer
+from services.models.finite import all_finite
 from services.models.hidden import HiddenStates
 
 EXAM_SHARE = 0.25  # of the bytes
@@ -53,7 +52,7 @@ class Lessons:
         """What teaches nothing is left out: no supervised token, numbers that are not finite, or larger than the exam's
         share."""
         for item in states:
-            useful = bool(item.loss_mask[2:].any()) and bool(torch.isfinite(item.hidden).all())
+            useful = bool(item.loss_mask[2:].any()) and all_finite(item.hidden)
             if item.num_bytes > self._exam_bytes or not useful:
                 continue
             self._exam.append(item)

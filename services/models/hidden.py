@@ -7,10 +7,13 @@ it never sees (the fault class of pitfalls row 28).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from services.core.types import HiddenStateChunk
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,21 @@ class HiddenStates:
     def detached(self) -> HiddenStates:
         aux = None if self.aux is None else self.aux.detach()
         return dataclasses.replace(self, hidden=self.hidden.detach(), aux=aux)
+
+
+def chunk_of(
+    states: Sequence[HiddenStates], policy_version: int, step: int, num_missing: int = 0, lost_bytes: int = 0
+) -> HiddenStateChunk:
+    """What is told of `states`, which are all of one policy version."""
+    return HiddenStateChunk(
+        policy_version=policy_version,
+        step=step,
+        num_sequences=len(states),
+        num_tokens=sum(len(s.input_ids) for s in states),
+        num_bytes=sum(s.num_bytes for s in states),
+        num_missing=num_missing,
+        lost_bytes=lost_bytes,
+    )
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from services.config.policy import PolicyConfig
 from services.core.protocols import Clock
 from services.core.types import HiddenStateChunk, PolicyStepReport, TrainBatch
 from services.models.finite import all_finite
-from services.models.hidden import HiddenStates
+from services.models.hidden import HiddenStates, chunk_of
 from services.models.target import check_tensors
 from services.policy.batch import AdmittedBatch, admit, split_updates
 from services.policy.correction import correction
@@ -177,13 +177,7 @@ class PolicyTrainer:
         kept = [first.hidden[i] for i in sorted(first.hidden)]
         return PolicyStep(
             report=self._report(work, first.tally, bool(parts), self._clock() - started),
-            chunk=HiddenStateChunk(
-                policy_version=before,
-                step=batch.step,
-                num_sequences=len(kept),
-                num_tokens=sum(len(h.input_ids) for h in kept),
-                num_bytes=sum(h.num_bytes for h in kept),
-            ),
+            chunk=chunk_of(kept, before, batch.step),
             hidden=kept,
         )
 

@@ -41,9 +41,10 @@ def without_words(answer: str) -> str:
     braces, names of functions and products of letters are mathematics."""
     depth, begun, start = 0, False, 0
     for piece in _PIECE.finditer(answer):
-        text, word = piece[0], depth <= 0 and _is_word(piece[0], answer[: piece.start()])
+        at, text = piece.start(), piece[0]
+        word = depth <= 0 and _is_word(text, answer[max(0, at - 1) : at])
         if begun and (word or (depth <= 0 and text in ".;!?")):
-            return answer[start : piece.start()].lstrip(" \t,:").rstrip(" \t,:(-–—")
+            return answer[start:at].lstrip(" \t,:").rstrip(" \t,:(-–—")
         start = piece.end() if word else start
         depth += (text == "{") - (text == "}")
         begun = begun or text[0] == "\\" or text.isdigit()
@@ -51,8 +52,8 @@ def without_words(answer: str) -> str:
 
 
 def _is_word(text: str, before: str) -> bool:
-    """A word of prose; "2xy" is a product."""
-    if not text.isalpha() or before[-1:].isalnum():
+    """A word of prose, behind the character `before`; "2xy" is a product."""
+    if not text.isalpha() or before.isalnum():
         return False
     word = text.lower()
     return word in _SHORT_WORDS or (len(word) > 2 and word not in _NAMES and bool(set(word) & set("aeiou")))

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.core.errors import ConfigError, RequestError
+from services.core.errors import ConfigError
 from services.core.types import GroupWork, HiddenStateChunk
-from services.models.hidden import HiddenStates
+from services.models.hidden import HiddenStates, chunk_of
+from services.rollout.request import KEEPS_NONE, check_keeps
 
 
 class KeptStates:
@@ -22,8 +23,7 @@ class KeptStates:
         self._num_bytes = self._lost_bytes = self._missing = 0
 
     def check(self, work: GroupWork) -> None:
-        if work.keep_states and not self._max_bytes:
-            raise RequestError(f"{work.group_id}: this engine keeps no hidden states: set drafter.states: engine")
+        check_keeps(work, self._max_bytes)
 
     def keep(self, ids: Sequence[int], hidden: Tensor, num_prompt: int, version: int) -> None:
         """`ids` of prompt and response; `hidden` [T-1,H] of all but the last, which the target never saw. A copy."""
@@ -41,18 +41,11 @@ class KeptStates:
     def take(self, step: int, served: int) -> tuple[HiddenStateChunk, list[HiddenStates]]:
         """All of the newest policy version (`served` when there are none), and forget the rest: a chunk is for one."""
         if not self._max_bytes:
-            raise ConfigError("this engine keeps no hidden states: set drafter.states: engine")
+            raise ConfigError(KEEPS_NONE)
         version = max((s.policy_version for s in self._kept), default=served)
         taken = [s for s in self._kept if s.policy_version == version and bool(s.loss_mask.any())]
-        chunk = HiddenStateChunk(
-            policy_version=version,
-            step=step,
-            num_sequences=len(taken),
-            num_tokens=sum(len(s.input_ids) for s in taken),
-            num_bytes=sum(s.num_bytes for s in taken),
-            num_missing=self._missing + sum(s.policy_version != version for s in self._kept),
-            lost_bytes=self._lost_bytes,
-        )
+        missing = self._missing + sum(s.policy_version != version for s in self._kept)
+        chunk = chunk_of(taken, version, step, missing, self._lost_bytes)
         self.forget()
         return chunk, taken
 

@@ -20,11 +20,19 @@ from services.core.types import (
 from services.speculation.acceptance import AcceptanceCounter
 from services.speculation.budget import AcceptanceRate
 
+KEEPS_NONE = "this engine keeps no hidden states: set drafter.states: engine"
+
 
 def note_version(versions: list[int], version: int | None) -> None:
     """Add what is served from now on; a version loaded again is not another version."""
     if version is not None and versions[-1:] != [version]:
         versions.append(version)
+
+
+def check_keeps(work: GroupWork, capture_bytes: int) -> None:
+    """RequestError when `work` wants its hidden states kept and the engine has nothing set aside for them."""
+    if work.keep_states and not capture_bytes:
+        raise RequestError(f"{work.group_id}: {KEEPS_NONE}")
 
 
 def check_fits(work: GroupWork, vocab_size: int, max_len: int) -> None:

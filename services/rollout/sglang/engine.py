@@ -29,7 +29,7 @@ from services.core.types import (
 )
 from services.models.hidden import HiddenStates
 from services.models.target import check_names, check_shapes
-from services.rollout.request import Withdrawn, check_fits, continued_seed
+from services.rollout.request import KEEPS_NONE, Withdrawn, check_fits, check_keeps, continued_seed
 from services.rollout.sglang.acceptance import acceptance_stats
 from services.rollout.sglang.handle import EngineHandle, Kind, Update
 from services.rollout.sglang.requests import Prefill, Request
@@ -137,8 +137,7 @@ class SGLangEngine:
         if self._released:
             raise RequestError(f"{work.group_id}: this server's memory is released: resume it first")
         check_fits(work, self._limits.vocab_size, self._limits.max_len)
-        if work.keep_states and not self._limits.capture_bytes:
-            raise RequestError(f"{work.group_id}: this engine keeps no hidden states: set drafter.states: engine")
+        check_keeps(work, self._limits.capture_bytes)
         sampling = work.sampling
         if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
             raise RequestError(
@@ -355,7 +354,7 @@ class SGLangEngine:
     def take_states(self, step: int) -> tuple[HiddenStateChunk, list[HiddenStates]]:
         """Hidden states of the rollouts that ended since the last call, of work that asked for them."""
         if not self._limits.capture_bytes:
-            raise ConfigError("this engine keeps no hidden states: set drafter.states: engine")
+            raise ConfigError(KEEPS_NONE)
         finished, self._finished = self._finished, {}
         self._window += 1
         return assemble(self._handle.take_states(), finished, step, self._versions.policy or 0)

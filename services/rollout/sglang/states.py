@@ -11,7 +11,7 @@ import torch
 from services.core.errors import BatchError
 from services.core.types import HiddenStateChunk, Rollout
 from services.models.finite import all_finite
-from services.models.hidden import HiddenStates
+from services.models.hidden import HiddenStates, chunk_of
 from services.rollout.sglang.captured import CapturedStates, Ints
 
 SHOWN = 4  # tokens on either side of a mismatch
@@ -59,16 +59,7 @@ def assemble(
         num_complete += sequence.complete
         if bool(states.loss_mask.any()):
             kept.append(states)
-    chunk = HiddenStateChunk(
-        policy_version=version,
-        step=step,
-        num_sequences=len(kept),
-        num_tokens=sum(len(h.input_ids) for h in kept),
-        num_bytes=sum(h.num_bytes for h in kept),
-        num_missing=len(finished) - num_complete,
-        lost_bytes=captured.lost_bytes,
-    )
-    return chunk, kept
+    return chunk_of(kept, version, step, len(finished) - num_complete, captured.lost_bytes), kept
 
 
 def _sequences(captured: CapturedStates, finished: Mapping[str, Rollout]) -> list[_Sequence]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.drafter import learner as learner_module
 from services.drafter.head import TargetHead
 from services.drafter.learner import LOOK_S, ROUND_STEPS, OnlineLearner, parts_of
 from services.drafter.shelf import Shelf
@@ -261,7 +262,10 @@ def test_a_new_server_takes_over_what_others_found_before(
     assert torch.equal(now(second).tensors["fc.weight"], newest.tensors["fc.weight"]), "and learns on from there"
 
 
-def test_a_damaged_version_is_told_once_and_what_is_served_stays(make: Make, start, clock, tmp_path, caplog) -> None:
+def test_a_damaged_version_is_told_once_and_what_is_served_stays(
+    make: Make, start, clock, tmp_path, caplog, monkeypatch
+) -> None:
+    monkeypatch.setattr(learner_module.LOG, "disabled", False)  # libraries that configure logging disable what is there
     source, learner = Source(), make()
     learner.begin(0, source.policy, start)
     broken = tmp_path / "out/policy-0/drafter-9"

@@ -15,6 +15,7 @@ from torch import Tensor
 from services.core.serving import LearningView
 from services.core.types import ServedVersions
 from services.models.hidden import HiddenStates
+from services.rollout import generator
 from services.rollout.generator import EngineGenerator
 from services.weights.learning import NewDrafter, Spare
 from tests.services.models.tiny import random_drafter, spec_of
@@ -169,7 +170,11 @@ def test_a_swap_begins_the_learner_anew_and_its_old_answers_are_forgotten() -> N
     assert pupil.taken[-1].input_ids[:2].tolist() == [4, 5]
 
 
-def test_a_learner_without_memory_is_let_go_and_serving_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_learner_without_memory_is_let_go_and_serving_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator.LOG, "disabled", False)  # libraries that configure logging disable what is there
+
     def script(n: int) -> Spare:
         raise torch.OutOfMemoryError("of this test")
 
