@@ -201,9 +201,7 @@ def grow_tensor(name: str, tensor: Tensor, growth: Growth) -> Tensor:
     factor = growth.scale if kind in _NORMS or (growth.source.qk_norm and kind in _NORMED_HEADS) else 1.0
     out = _blank(tuple(p.size for p in places), tensor.dtype, growth.noise and kind in _FREE)
     rows, columns = places[0].index, [p.index for p in places[1:]]
-    out[(rows[:, None] if columns else rows, *columns)] = (
-        tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
-    ).to(tensor.dtype)
+    out[(rows[:, None] if columns else rows, *columns)] = tensor * factor
     return out
 
 
