@@ -23,7 +23,7 @@ from services.core.errors import ConfigError
 from services.models.files import model_dir, read_grown
 from services.rollout.sglang.order import strategies_by_depth
 
-WITHOUT_LIMIT = GraphsConfig(max_nodes=2**30, step=1.0, memory_bytes=2**50)
+WITHOUT_LIMIT = GraphsConfig(max_nodes=2**30, free_nodes=0, step=1.0, memory_bytes=2**50)
 
 
 def variants(config: ClusterConfig) -> dict[str, ClusterConfig]:

@@ -83,8 +83,11 @@ def test_it_trains_publishes_and_keeps_as_one_does(team: PolicyTeam) -> None:
     assert version.result(WAIT_S) == team.one.version == 2
     tensors, (_, expected) = ray.get(blob, timeout=WAIT_S), team.one.publish()
     assert tensors.keys() == expected.keys()
+    # AdamW divides by the gradient's size: where a gradient is little more than rounding, the sums of two workers may
+    # take another step than that of one, so single elements may differ by up to a step (0.01).
     for name, tensor in expected.items():
-        torch.testing.assert_close(tensors[name], tensor, atol=1e-4, rtol=1e-3)
+        assert (tensors[name] - tensor).abs().mean() < 1e-5, name
+        torch.testing.assert_close(tensors[name], tensor, atol=0.01, rtol=0.0)
 
     team.client.checkpoint(CheckpointNote(2, 3, DataPosition("abc")), None, None).result(WAIT_S)
     team.client.flush(60.0).result(WAIT_S)

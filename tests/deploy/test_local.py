@@ -104,6 +104,7 @@ def test_a_run_goes_on_from_the_drafter_of_the_one_before(model: Path, tmp_path:
     config = tiny_run(
         model,
         tmp_path,
+        rollout={"prompts_per_step": 1, "group_size": 16, "advance_budget_s": 0.05},  # the other slot is idle
         drafter={"checkpoint_dir": str(tmp_path / "kept"), "pack_tokens": 256},
         run={"dir": str(tmp_path), "steps": 2, "eval_prompts": 0, "compare_prompts": 0},
     )

@@ -37,6 +37,7 @@ class Probe:
         started = time.monotonic()
         config = case_config(case, model)
         self.names = sorted({strategy_name(s) for s in config.speculation.strategies})
+        self.longest = strategy_name(max(config.speculation.strategies, key=lambda s: s.depth))
         self.service: RolloutService = build_rollout_service(config, 0)
         self.found: dict[str, Any] = {"case": case.name, "start_s": time.monotonic() - started}
         self.target = read_tensors(model / "target")
@@ -119,9 +120,12 @@ def states(probe: Probe) -> Any:
 
 
 def loads(probe: Probe) -> Any:
-    """Drafter loads in place, refusals, and what is served after each."""
+    """Drafter loads in place, refusals, and what is served after each. An engine that switches at random keeps its
+    longest chain meanwhile: acceptance lengths would say more of the depths drawn than of the drafter."""
     if not probe.case.drafter_folder:
         return None
+    if probe.case.switches:
+        probe.service.set_strategy(probe.longest, EPOCH)
     sampling = SamplingParams(temperature=0.0, max_tokens=128, stop_token_ids=(probe.prompts["eos"],))
     prompts, service = probe.prompts["heldout"][:16], probe.service
     found: dict[str, Any] = {}
@@ -157,6 +161,8 @@ def loads(probe: Probe) -> Any:
     found["policy_load_s"] = time.monotonic() - started
     measure("after_policy")
     found["served"] = asdict(service.open_epoch(EPOCH))
+    if probe.case.switches:
+        service.set_strategy(None, EPOCH)
     return found
 
 

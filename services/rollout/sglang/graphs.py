@@ -29,6 +29,7 @@ class GraphPool:
     depths: tuple[int, ...]
     max_running: int
     max_nodes: int
+    free_nodes: int
     step: float
     memory_bytes: int
 
@@ -49,10 +50,12 @@ class GraphPool:
         return max(1, min(self.max_running, self.max_nodes // (depth + 1)))
 
     def sizes(self, depth: int, every: Sequence[int]) -> list[int]:
-        """Batch sizes to capture, of those that SGLang would."""
+        """Batch sizes to capture, of those that SGLang would: one is left out where filling up to the following one is
+        cheap."""
         largest, sizes = self.largest(depth), [0]
         for size, following in pairwise([*sorted(s for s in every if s < largest), largest]):
-            if following > max(self.step * sizes[-1], sizes[-1] + 1):
+            far = following > max(self.step * sizes[-1], sizes[-1] + 1)
+            if far or following * (depth + 1) > self.free_nodes:
                 sizes.append(size)
         return [*sizes[1:], largest]
 

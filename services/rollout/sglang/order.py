@@ -71,6 +71,6 @@ def switch_order(config: ClusterConfig, engine: SGLangEngine, slot: int) -> Swit
     if len(depths) == 1:
         return None
     graphs = engine.graphs
-    pool = GraphPool(depths, engine.max_running, graphs.max_nodes, graphs.step, graphs.memory_bytes)
+    pool = GraphPool(depths, engine.max_running, graphs.max_nodes, graphs.free_nodes, graphs.step, graphs.memory_bytes)
     seed = f"{config.run.seed}/selector/{slot}"
     return SwitchOrder(pool, config.speculation.model_dump(mode="json"), seed, server=f"rollout-{slot}")

@@ -35,6 +35,7 @@ from services.rollout.sglang.deciding import Decider, LaunchedRound
 from services.rollout.sglang.graphs import CapturedGraphs
 from services.rollout.sglang.loader import served_version
 from services.rollout.sglang.memory import gpu_memory, taken_since
+from services.rollout.sglang.one_stream import CAPTURE, capture_on_it, one_stream
 from services.rollout.sglang.order import CONFIG_FILE, SwitchOrder, read_order
 from services.rollout.sglang.rounds import note_round
 from services.rollout.sglang.undrafted import CHAIN_SAMPLING, verify_chain
@@ -47,7 +48,7 @@ RESTORE = "adaptive_spec.restore"  # under this name SGLang notes each switch, f
 FREE = -1  # a forced depth: none
 WIDTHS = ("speculative_num_steps", "speculative_num_draft_tokens")  # start arguments
 
-AROUND: dict[str, Callable[..., Any]] = {CHAIN_SAMPLING: verify_chain}
+AROUND: dict[str, Callable[..., Any]] = {CHAIN_SAMPLING: verify_chain, CAPTURE: capture_on_it}
 BEFORE: dict[str, Callable[..., Any]] = {}
 AFTER: dict[str, Callable[..., Any]] = {}
 _WORKER = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2"
@@ -188,7 +189,7 @@ def _capture(original: Callable[..., None], scheduler: Any) -> None:
     worker, every = scheduler.draft_worker, arguments.cuda_graph_config.decode.bs or []
     setattr(worker, SWITCH, Switch(order, worker, every))
     depth = order.pool.deepest
-    with _arguments(_of(worker), order.pool.sizes(depth, every), depth):
+    with _arguments(_of(worker), order.pool.sizes(depth, every), depth), one_stream():
         original(scheduler)
     return None
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -45,11 +46,30 @@ class ServerArgs:
         object.__setattr__(self, name, value)
 
 
+class GroupCoordinator:
+    """The ranks that share a model: they capture together. A context of before stands for whoever brings one."""
+
+    device_module = SimpleNamespace(Stream=object)
+
+    @contextmanager
+    def graph_capture(self, graph_capture_context: Any = None, stream: Any = None) -> Iterator[Any]:
+        yield graph_capture_context or SimpleNamespace(stream=stream or self.device_module.Stream())
+
+
+def graph_capture(stream: Any = None) -> Any:
+    """As graph runners call it."""
+    return hooked(f"{SRT}.distributed.parallel_state.GroupCoordinator.graph_capture", GroupCoordinator.graph_capture)(
+        GroupCoordinator(), stream=stream
+    )
+
+
 class Graphs:
-    """A graph runner: what it captured when it was made."""
+    """A graph runner: what it captured when it was made, and on which stream."""
 
     def __init__(self, runner: ModelRunner, width: int) -> None:
         self.sizes, self.width = list(runner.server_args.cuda_graph_config.decode.bs), width
+        with graph_capture() as context:
+            self.stream = context.stream
         rows = max(self.sizes) * width
         assert rows <= runner.logits_rows, f"the logits buffer holds {runner.logits_rows} rows, {rows} are needed"
 

@@ -12,7 +12,7 @@ from services.speculation.strategy import OFF, DraftStrategy
 from tests.services.rollout.engines import strategy
 
 SEVERAL = {0: OFF, 3: strategy("eagle", 3), 5: strategy("eagle", 5)}
-POOL = GraphPool((0, 3, 5), 64, 96, 1.0, 2**30)  # depth 3 up to 24 requests, depth 5 up to 16
+POOL = GraphPool((0, 3, 5), 64, 96, 96, 1.0, 2**30)  # depth 3 up to 24 requests, depth 5 up to 16
 
 
 class Wants:

@@ -15,6 +15,7 @@ POOLS = st.builds(
     depths=st.sets(st.integers(1, 12), min_size=1).map(lambda d: (0, *sorted(d))),
     max_running=st.integers(1, 300),
     max_nodes=st.integers(1, 2000),
+    free_nodes=st.integers(0, 2000),
     step=st.sampled_from([1.0, 1.25, 1.5, 2.0]),
     memory_bytes=st.integers(2**20, 2**34),
 )
@@ -39,6 +40,7 @@ def test_off_is_there_for_every_batch_and_no_strategy_beyond_its_nodes(pool: Gra
         for size, following in pairwise(sizes):
             between = [s for s in every if size < s < following]
             assert not between or following <= max(pool.step * size, size + 1), "padded by more than allowed"
+            assert not between or following * (depth + 1) <= pool.free_nodes, "padded where every row costs its share"
     rows = [pool.sizes(d, EVERY)[-1] * (d + 1) for d in pool.depths]
     assert pool.logits_rows == max(rows), "room for the widest graph, and no more"
 
@@ -61,17 +63,19 @@ def graphs_of(pool: GraphPool) -> int:
     return sum(len(pool.sizes(d, EVERY)) * (2 + (d > 1)) for d in pool.depths)
 
 
-def test_the_pool_has_about_as_many_graphs_as_one_strategy_and_a_set_per_strategy_has_many_times_as_many() -> None:
+def test_sizes_are_rare_where_filling_rows_is_free_and_all_that_there_are_beyond() -> None:
     depths = (0, 1, 3, 5)
-    pool, naive = GraphPool(depths, 128, 384, 1.5, 2**34), GraphPool(depths, 128, 10**9, 1.0, 2**34)
-    one = 3 * len(EVERY)
-    assert graphs_of(pool) <= 1.3 * one < 3 * one < graphs_of(naive)
+    pool, naive = GraphPool(depths, 128, 2048, 384, 1.5, 2**34), GraphPool(depths, 128, 10**9, 0, 1.0, 2**34)
+    assert graphs_of(pool) < 0.6 * graphs_of(naive)
     assert pool.sizes(0, EVERY) == [1, 2, 3, 4, 6, 8, 12, 18, 26, 32, 48, 72, 104, 128]
-    assert pool.logits_rows == 384 and naive.logits_rows == 128 * 6
+    assert pool.sizes(5, EVERY) == [1, 2, 3, 4, 6, 8, 12, 18, 26, 32, 48, *range(64, 129, 8)]
+    assert all(offered(pool, {d: captured_of(pool, d, 1) for d in depths}, n) == [0, 1, 3, 5] for n in range(1, 129))
+    assert pool.logits_rows == naive.logits_rows == 128 * 6
+    assert GraphPool(depths, 128, 384, 384, 1.5, 2**34).logits_rows == 384
 
 
 def test_memory_leaves_the_deepest_of_the_others_out_and_never_off() -> None:
-    pool = GraphPool((0, 1, 2, 8), 8, 10**6, 1.0, 1000)
+    pool = GraphPool((0, 1, 2, 8), 8, 10**6, 0, 1.0, 1000)
     first = captured_of(pool, 8, 500)
     assert pool.affords(0, EVERY, [captured_of(pool, 8, 5000)])
     assert pool.affords(1, EVERY, [first]), "2 of 9 wide: 111 more"

@@ -63,6 +63,7 @@ SWITCHING = {
         "threshold_single", "threshold_acc", "deterministic",
     ],
 }  # fmt: skip
+CAPTURING = f"{SRT}.distributed.parallel_state.GroupCoordinator.graph_capture"
 SWITCHING_PAUSE = f"{SRT}.managers.scheduler.Scheduler.pause_generation"
 SWITCHING_OFF = f"{WORKER}._build_trivial_verify_input"
 TELL = f"{SRT}.managers.tokenizer_manager.TokenizerManager.convert_logprob_style"
@@ -108,6 +109,7 @@ def test_what_is_hooked_and_how() -> None:
     assert kinds == {
         LOAD_TARGET: around, LOAD_DRAFT: around, FLUSH: around, RPC: around, PREFILL: before, VERIFIED: before,
         STATE: after, TELL: after, SWITCHING_PAUSE: before, SWITCHING_OFF: after,
+            CAPTURING: around,
         **dict.fromkeys(SWITCHING, around),
     }  # fmt: skip
 
@@ -371,6 +373,7 @@ def test_what_is_hooked_exists_in_sglang_with_these_arguments() -> None:
         TELL: None,
         SWITCHING_PAUSE: ["self", "recv_req"],
         SWITCHING_OFF: ["self", "batch"],
+        CAPTURING: ["self", "graph_capture_context", "stream"],
         **SWITCHING,
     }
     assert wanted.keys() == HookRegistry.hooks.keys()

@@ -18,6 +18,7 @@ from services.config.schema import SGLangEngine
 from services.core.errors import ConfigError
 from services.rollout.sglang import plugin
 from services.rollout.sglang.memory import GpuMemory
+from services.rollout.sglang.one_stream import one_stream
 from services.rollout.sglang.order import switch_order
 from services.rollout.sglang.rounds import histograms, newest_depth
 from services.rollout.sglang.switching import (
@@ -31,7 +32,7 @@ from services.rollout.sglang.switching import (
     tell_learned,
     told_state,
 )
-from tests.services.rollout.sglang.scheduling import Request, SwitchingScheduler
+from tests.services.rollout.sglang.scheduling import Request, SwitchingScheduler, graph_capture
 from tests.services.rollout.sglang.standins import HookRegistry, Scheduler, install
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16]
@@ -89,6 +90,29 @@ def test_each_depth_has_graphs_of_its_own_width_for_its_own_batch_sizes(tmp_path
         assert max(state.target.sizes) == (16 if depth == 0 else min(16, 48 // (depth + 1)))
     runner = scheduler.draft_worker.target_worker.model_runner
     assert runner.logits_rows == max(max(s.target.sizes) * s.target.width for s in states.values())
+
+
+def test_all_depths_are_captured_on_one_stream_and_other_engines_as_sglang_does(tmp_path: Path) -> None:
+    """PyTorch keeps a cuBLAS workspace for each."""
+    states = started(tmp_path).draft_worker.adaptive_controller._states.values()
+    streams = {graphs.stream for state in states for graphs in (state.target, state.extend)}
+    assert len(streams) == 1
+    with graph_capture() as one, graph_capture() as other:
+        assert len({one.stream, other.stream, *streams}) == 3, "afterwards each capture has a stream of its own again"
+    assert started(tmp_path).draft_worker.state.target.stream not in streams, "an engine's own"
+
+
+def test_whoever_brings_a_stream_captures_on_it(tmp_path: Path) -> None:
+    mine = object()
+    with one_stream(), graph_capture() as shared, graph_capture(stream=mine) as brought:
+        assert brought.stream is mine is not shared.stream
+
+
+def test_a_failed_start_shares_no_stream_with_what_follows() -> None:
+    with pytest.raises(RuntimeError), one_stream(), graph_capture() as failed:
+        raise RuntimeError
+    with graph_capture() as following:
+        assert following.stream is not failed.stream
 
 
 def test_the_arguments_are_as_they_were_afterwards(tmp_path: Path) -> None:
