@@ -42,7 +42,7 @@ class RolloutEngine(Protocol):
 
     @property
     def models(self) -> Predicts | None:
-        """What its selector knows of costs and acceptance; None of one that decides without, or decides elsewhere."""
+        """What its selector knows of costs and acceptance; None of one without models, or that knows too little."""
 
     def selector_state(self) -> SelectorState | None:
         """What its selector has learned; None of one that learns nothing."""

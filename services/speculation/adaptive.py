@@ -74,6 +74,11 @@ class Adaptive:
         self._used: dict[str, int] = {}
         self.measured = False  # whether its costs are an engine's own
 
+    @property
+    def compared(self) -> bool:
+        """Whether it has run rounds with drafts and without."""
+        return OFF.name in self._used and len(self._used) > 1
+
     @classmethod
     def configured(cls, config: AdaptiveSelector) -> Adaptive:
         strategies = [draft_strategy(s) for s in config.strategies]

@@ -32,6 +32,7 @@ from services.models.target import check_names, check_shapes
 from services.rollout.request import KEEPS_NONE, Withdrawn, check_fits, check_keeps, continued_seed
 from services.rollout.sglang.acceptance import acceptance_stats
 from services.rollout.sglang.handle import EngineHandle, Kind, Update
+from services.rollout.sglang.learned import learned_models
 from services.rollout.sglang.requests import Prefill, Request
 from services.rollout.sglang.rounds import newest_depth
 from services.rollout.sglang.states import assemble
@@ -110,7 +111,7 @@ class SGLangEngine:
 
     @property
     def models(self) -> Predicts | None:
-        return None
+        return learned_models(self.selector_state())
 
     def selector_state(self) -> SelectorState | None:
         return self._handle.selector_state() if len(self._strategies) > 1 else None
