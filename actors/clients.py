@@ -173,6 +173,9 @@ class RayRolloutClient(_Client):
     def take_states(self, step: int, epoch: int) -> tuple[Pending[HiddenStateChunk], Blob]:
         return self._with_blob("take_states", step, epoch)
 
+    def switch_memory(self, release: bool, epoch: int) -> RayCall:
+        return self._control("switch_memory", release, epoch)
+
     def predict_gain(self, work: Workload) -> RayCall:
         return self._control("predict_gain", work)
 
@@ -247,6 +250,9 @@ class RayPolicyClient(_Client):
             return RayCall(version, self.name, "offer"), Blob(offer), Blob(head)
         pending, weights = self._with_blob("publish")
         return pending, weights, weights
+
+    def switch_memory(self, release: bool) -> RayCall:
+        return self._control("switch_memory", release)
 
     def copy_of(self, version: int) -> tuple[Pending[int], Blob]:
         method = self._handle.copy_of.options(num_returns=2, concurrency_group=TRANSFERS)

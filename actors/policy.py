@@ -12,7 +12,7 @@ import ray
 from actors.energy import GpuSeat, own_seat
 from services.config.schema import ClusterConfig
 from services.core.checkpoints import CheckpointNote, CheckpointPlan
-from services.core.types import HiddenStateChunk, PolicyStepReport, TrainBatch
+from services.core.types import HiddenStateChunk, MemorySwitch, PolicyStepReport, TrainBatch
 from services.policy.publisher import build_publisher
 from services.policy.service import build_policy_service
 from services.weights.rendezvous import Invitation, Offer
@@ -37,6 +37,9 @@ class PolicyActor:
 
     def publish(self) -> tuple[int, dict[str, Any]]:
         return self._service.publish()
+
+    def switch_memory(self, release: bool) -> MemorySwitch | None:
+        return self._service.switch_memory(release)
 
     def restored(self) -> tuple[CheckpointNote | None, Any, Any]:
         return self._service.restored()

@@ -30,7 +30,7 @@ from actors.policy_worker import TAKE_S, TRANSFER_BOX, serve, work_box
 from services.config.schema import ClusterConfig
 from services.core.checkpoints import CheckpointNote, CheckpointPlan
 from services.core.errors import LongtailError, ServiceLostError, WaitTimeoutError
-from services.core.types import HiddenStateChunk, PolicyStepReport, TrainBatch
+from services.core.types import HiddenStateChunk, MemorySwitch, PolicyStepReport, TrainBatch
 from services.weights.rendezvous import Invitation, Offer
 
 NAME = "policy"
@@ -38,11 +38,12 @@ NAME = "policy"
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """Of each worker: its share of Ray's resources, Ray's label selector, and its environment."""
+    """Of each worker: its share of Ray's resources, Ray's label selector, and its environment. `selector`: one for all,
+    or a list of one for each."""
 
     cpus: float
     gpus: float
-    selector: dict[str, str]
+    selector: dict[str, str] | list[dict[str, str]]
     env: dict[str, str]
 
 
@@ -86,6 +87,11 @@ class PolicyTeamActor:
     def publish(self) -> tuple[int, dict[str, Any]]:
         version, tensors = self._ask("publish")
         return version, tensors
+
+    def switch_memory(self, release: bool) -> MemorySwitch | None:
+        switch: MemorySwitch | None
+        (switch,) = self._ask("switch_memory", release)
+        return switch
 
     def restored(self) -> tuple[CheckpointNote | None, Any, Any]:
         note, live, served = self._ask("restored")

@@ -72,7 +72,7 @@ class RolloutActor:
     def restore_selector(self, state: SelectorState, epoch: int) -> bool:
         return self._service.restore_selector(state, epoch)
 
-    def switch_memory(self, release: bool, epoch: int) -> MemorySwitch:
+    def switch_memory(self, release: bool, epoch: int) -> MemorySwitch | None:
         return self._service.switch_memory(release, epoch)
 
     def set_strategy(self, name: str | None, epoch: int) -> None:

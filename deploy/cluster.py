@@ -7,7 +7,7 @@ Ctrl-C into a stop at the coordinator's next safe point.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,10 +25,11 @@ from actors.policy import PolicyActor
 from actors.policy_team import PolicyTeamActor, WorkerPlace, leader_threads, transfer_threads
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
+from deploy.colocation import require_shared, slot_nodes, worker_selectors
 from deploy.console import CONSOLE, START_NEWS_S
 from deploy.inputs import load_inputs
 from deploy.leftovers import await_names_free
-from deploy.metering import EnergyMeters, start_energy
+from deploy.metering import EnergyMeters, seats, start_energy
 from deploy.naming import actor_name
 from deploy.placement import ROLES, TRAINER_ENV, ActorPlan, actor_env, plan_actors, role_selector, team_env
 from deploy.resuming import GoBack, Start, nameless_start
@@ -99,11 +100,15 @@ def actors(config: ClusterConfig, inputs: Inputs, start: Start | None = None) ->
         plans = plan_actors(config)
         lenders = {p.slot for p in plans if p.borrows_gpu}
         lent = {slot: first_gpu(group, slot, config) for slot in sorted(s for s in lenders if s is not None)}
-        for plan in plans:
+        if config.placement.colocated:  # it begins with its memory released, which servers then size theirs by
+            handles.update(_start_policy(config, start, slot_nodes(group)))
+        for plan in (p for p in plans if p.name not in handles):
             handles[plan.name] = _start(plan, config, start, group, lent)
         # Last, so that of several that cannot start the coordinator, which waits for the others, is named last.
         handles["coordinator"] = start_coordinator(config, inputs, run_id, handles, start.takeover)
         _await_all(handles, config.coordinator.start_timeout_s)
+        if config.placement.colocated:
+            require_shared(seats(handles, config.coordinator.start_timeout_s))
         yield handles
     finally:
         _stop_actors(handles)
@@ -116,16 +121,34 @@ def policy_alone(config: ClusterConfig) -> Iterator[Any]:
     """The policy trainer, constructed and answering, without the rest of a run; it writes no checkpoints."""
     start = nameless_start()
     config = start.fitted(config)
-    (plan,) = (p for p in plan_actors(config) if p.name == "policy")
-    handles = {plan.name: _start(plan, config, start, None, {})}
+    handles = _start_policy(config, start)
     try:
-        _await_all(handles, config.coordinator.start_timeout_s)
-        yield handles[plan.name]
+        yield handles["policy"]
     finally:
         _stop_actors(handles)
 
 
-def _start(plan: ActorPlan, config: ClusterConfig, start: Start, group: Any, lent: Mapping[int, str]) -> Any:
+def _start_policy(config: ClusterConfig, start: Start, nodes: Sequence[str] = (), incarnation: str = "") -> Handles:
+    """Alone, answering. `nodes`: of the slots, where a colocated one is to be. `incarnation` tells its name from
+    that of a dead one, which may still have it."""
+    (plan,) = (p for p in plan_actors(config) if p.name == "policy")
+    handles = {"policy": _start(replace(plan, name=f"policy{incarnation}"), config, start, None, {}, nodes)}
+    try:
+        _await_all(handles, config.coordinator.start_timeout_s)
+    except LongtailError:
+        _stop_actors(handles)
+        raise
+    return handles
+
+
+def _start(
+    plan: ActorPlan,
+    config: ClusterConfig,
+    start: Start,
+    group: Any,
+    lent: Mapping[int, str],
+    nodes: Sequence[str] = (),
+) -> Any:
     env = actor_env(plan.threads) | (TRAINER_ENV if plan.kind in ("policy", "drafter") else {})
     env |= team_env(config) if plan.kind == "policy_team" else {}
     if plan.borrows_gpu and plan.slot is not None:
@@ -144,16 +167,20 @@ def _start(plan: ActorPlan, config: ClusterConfig, start: Start, group: Any, len
         )
     elif selector := role_selector(config, ROLES[plan.kind]):
         options["label_selector"] = selector
-    return remote_class(plan.kind, config).options(**options).remote(*_arguments(plan, config, start))
+    shared = worker_selectors(config, nodes)
+    if plan.kind == "policy" and shared:
+        options["label_selector"] = shared[0]
+    return remote_class(plan.kind, config).options(**options).remote(*_arguments(plan, config, start, shared))
 
 
-def _arguments(plan: ActorPlan, config: ClusterConfig, start: Start) -> list[Any]:
+def _arguments(plan: ActorPlan, config: ClusterConfig, start: Start, shared: list[dict[str, str]]) -> list[Any]:
     match plan.kind:
         case "policy":
             return [config, start.checkpoints]
         case "policy_team":
             place, env = config.placement, actor_env(config.policy.threads) | TRAINER_ENV | NCCL_PAIR_ENV
-            each = WorkerPlace(place.policy_cpus, place.policy_gpus, role_selector(config, ROLES[plan.kind]), env)
+            selector = shared or role_selector(config, ROLES[plan.kind])
+            each = WorkerPlace(place.policy_cpus, place.policy_gpus, selector, env)
             return [config, each, start.checkpoints]
     return [config] if plan.slot is None else [config, plan.slot]
 
@@ -190,14 +217,19 @@ def _replaced(
     ray.kill(handles["coordinator"])
     if checkpoints is not None:
         ray.kill(handles["policy"])  # of a team, what is left of it
-        (plan,) = (p for p in plan_actors(config) if p.name == "policy")
-        plan = replace(plan, name=f"{plan.name}-{takeover.incarnation}")  # the dead one may still have the name
-        handles["policy"] = _start(plan, config, replace(start, checkpoints=checkpoints), None, {})
-        _await_all({"policy": handles["policy"]}, config.coordinator.start_timeout_s)
+        nodes = _nodes_of_slots(config, handles) if config.placement.colocated else ()
+        again = replace(start, checkpoints=checkpoints)
+        handles.update(_start_policy(config, again, nodes, f"-{takeover.incarnation}"))
     handles["coordinator"] = coordinator = start_coordinator(config, inputs, start.run_id, handles, takeover)
     _await_all({"coordinator": coordinator}, config.coordinator.start_timeout_s)
     meters.tell(coordinator)
     return coordinator
+
+
+def _nodes_of_slots(config: ClusterConfig, handles: Handles) -> list[str]:
+    servers = {name: handle for name, handle in handles.items() if name.startswith("rollout-")}
+    placed = seats(servers, config.coordinator.start_timeout_s)
+    return [placed[f"slot {slot}"].node for slot in range(config.rollout.num_servers)]
 
 
 def remote_class(kind: str, config: ClusterConfig) -> Any:

@@ -177,6 +177,9 @@ class LocalRolloutClient(_Client):
         call = self._service.call("take_states", step, epoch)
         return Part(call, 0), Blob(Part(call, 1))
 
+    def switch_memory(self, release: bool, epoch: int) -> LocalCall:
+        return self._control("switch_memory", release, epoch)
+
     def predict_gain(self, work: Workload) -> LocalCall:
         return self._control("predict_gain", work)
 
@@ -249,6 +252,9 @@ class LocalPolicyClient(_Client):
         call = self._service.call("publish")
         weights = Blob(Part(call, 1))
         return Part(call, 0), weights, weights
+
+    def switch_memory(self, release: bool) -> LocalCall:
+        return self._control("switch_memory", release)
 
     def copy_of(self, version: int) -> tuple[Pending[int], Blob]:
         """Of an offer; nothing is offered in one process."""

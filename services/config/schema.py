@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from services.config.drafter import DrafterConfig
 from services.config.engine_args import engine_arg_problems
 from services.config.graphs import GraphsConfig, switching_problems
+from services.config.placement import PlacementConfig
 from services.config.policy import PolicyConfig
 from services.config.reward import RewardConfig
 from services.config.section import Section
@@ -152,30 +153,6 @@ class CoordinatorConfig(Section):
     metrics: MetricsConfig | None = MetricsConfig()  # null: none
 
 
-class PlacementConfig(Section):
-    """How actors meet machines. `mode: local` runs every service in this process (tests); `ray` on a cluster.
-    `policy_cpus` and `policy_gpus` are those of each of the `policy_workers`, which hold the policy in equal parts."""
-
-    mode: Literal["ray", "local"] = "ray"
-    address: str | None = None  # None: a private Ray on this machine
-    cpus_per_slot: float = Field(0.5, ge=0)
-    # Processor cores that slots without a GPU share: idle slots train on those that nobody generates on. None: this
-    # machine's in a private Ray; on a cluster as if every slot had its own.
-    cores: int | None = Field(None, ge=1)
-    gpus_per_slot: float = Field(0.0, ge=0)
-    policy_workers: int = Field(1, ge=1)
-    policy_cpus: float = Field(0.5, ge=0)
-    policy_gpus: float = Field(0.0, ge=0)
-    # How Ray spreads slots over nodes; with STRICT_SPREAD a slot whose node is lost waits for a node, it never moves
-    # in with another one.
-    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    # Slots only on Ray nodes labelled longtail.io/rollout=true, the policy trainer on longtail.io/policy=true, the
-    # coordinator and the reward workers on longtail.io/head=true. For clusters whose nodes differ by role.
-    role_labels: bool = False
-    # Of a private Ray: holds drafters, policies and hidden states of a few steps.
-    object_store_bytes: int = Field(512 * 2**20, ge=2**27)
-
-
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
@@ -240,6 +217,7 @@ class ClusterConfig(Section):
     def _possible(self) -> ClusterConfig:
         problems = [*self._engine_problems(), *self._training_problems(), *self._placement_problems()]
         problems += [*self._states_problems(), *self._weights_problems(), *self._policy_team_problems()]
+        problems += self._colocation_problems() if self.placement.colocated else []
         if problems:
             raise ValueError("\n".join(problems))  # one a line: the loader tells each by itself
         return self
@@ -340,7 +318,7 @@ class ClusterConfig(Section):
                 "placement.policy_workers and policy.optimizer_offload need worker processes, and placement.mode: "
                 "local has none: set placement.mode: ray, or policy_workers: 1 and optimizer_offload: false"
             )
-        if place.policy_workers > 1 and place.policy_gpus not in (0, 1):
+        if place.policy_workers > 1 and place.policy_gpus not in (0, 1) and not place.colocated:
             yield (
                 f"placement.policy_gpus {place.policy_gpus:g}: each of {place.policy_workers} policy workers computes "
                 "on one GPU of its own, as NCCL demands: set it to 1, or to 0 for CPUs"
@@ -352,6 +330,17 @@ class ClusterConfig(Section):
             )
         if self.policy_in_team and not (place.policy_gpus or place.policy_cpus):
             yield "placement.policy_cpus 0: Ray places a team of policy workers by what each asks for: set it above 0"
+
+    def _colocation_problems(self) -> Iterator[str]:
+        yield from self.placement.sharing_problems(self.rollout.num_servers)
+        engine = self.rollout.engine
+        if isinstance(engine, SGLangEngine) and not engine.release_memory:
+            yield "placement.policy: colocated takes turns on a GPU: set rollout.engine.release_memory: true"
+        if self.weights.transport == "collective":
+            yield (
+                "weights.transport: collective connects two GPUs, and a colocated policy shares the servers': set "
+                "weights.transport: object_store"
+            )
 
     def _training_problems(self) -> Iterator[str]:
         if self.rollout.group_size < 2:

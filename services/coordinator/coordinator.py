@@ -41,6 +41,7 @@ from services.coordinator.summary import Summary
 from services.coordinator.telemetry.facts import NO_TELEMETRY, Telemetry
 from services.coordinator.timeline import Timeline
 from services.coordinator.trainers import Trainers
+from services.coordinator.turns import Turns
 from services.coordinator.work import make_work
 from services.coordinator.worth import Worth
 from services.core.energy import EnergyClient, GpuName
@@ -93,7 +94,8 @@ class Coordinator:
         self._facts = StepFacts()
         self._draws = PromptDraws.configured(config, inputs.train)
         self._groups = StepGroups(self._draws, 1, self._has_signal)
-        self._fleet = Fleet(services.rollout, self._leases, self._calls, clock, self._patience, self._tell)
+        lends = config.placement.colocated
+        self._fleet = Fleet(services.rollout, self._leases, self._calls, clock, self._patience, self._tell, lends)
         self._fleet.on_blobs_lost = self._salvage
         self._engine_states = config.drafter.states == "engine"
         states, added = config.drafter.buffer_bytes, telemetry.states_added
@@ -104,6 +106,7 @@ class Coordinator:
         self._releases = Releases(
             self._trainers, services.initial_drafter, clock, self._patience, self._tell, self._calls.turn
         )
+        self._turns = Turns(parts, self._drafting, services.policy, self._ask_policy)
         self._worth = Worth(config.drafter.training)
         self._phase = make_phase(parts, self._drafting, self._board, self._strategies, services.cores)
         self._forecast, self._selectors = make_forecast(parts, inputs.sampling), SelectorStates(parts)
@@ -245,6 +248,7 @@ class Coordinator:
         self.checkpoints.recorded = None
         self._board.enter("policy")
         with self._timed("policy"), self._timeline.span("policy", "policy"):
+            self._turns.begin()
             report, pending, blob = self._services.policy.train_step(batch)
             self._facts.policy = self._ask_policy(report)
             chunk = self._ask_policy(pending)
@@ -285,6 +289,7 @@ class Coordinator:
         self._board.enter("load")
         start = self._clock()
         with self._timed("publish"):
+            self._turns.end()
             self._fleet.open_all()
         self._telemetry.loaded(self._clock() - start)
 
@@ -346,7 +351,9 @@ class Coordinator:
     # ------------------------------------------------------------------ small helpers
 
     def _ask_policy(self, pending: Pending[T]) -> T:
-        return self._calls.wait_for(self._services.policy.name, pending, self._patience.call_s)
+        answer = self._calls.wait_for(self._services.policy.name, pending, self._patience.call_s)
+        self._turns.heard()
+        return answer
 
     @contextmanager
     def _policy_loss_told(self) -> Iterator[None]:

@@ -43,7 +43,8 @@ class Patience:
 
 
 class Fleet:
-    """`policy` and `drafter` are what every server must serve; `forced` is a strategy name or None."""
+    """`policy` and `drafter` are what every server must serve; `forced` is a strategy name or None. `lends`: the policy
+    trainer gets the slots' GPUs in turns, and a server that is opened takes its memory back first."""
 
     def __init__(
         self,
@@ -53,7 +54,9 @@ class Fleet:
         clock: Clock,
         patience: Patience,
         tell: Callable[[str, str, str], RunEvent],
+        lends: bool = False,
     ) -> None:
+        self._lends = lends
         self.servers = tuple(servers)
         self._leases = leases
         self._calls = calls
@@ -172,6 +175,16 @@ class Fleet:
 
         self._post(slot, pending, told)
 
+    def lend(self) -> None:
+        """Have every server release its memory, and wait until each that is not lost meanwhile has; slots are IDLE
+        before and after."""
+
+        def visit(slot: int, epoch: int, _: ServedVersions) -> None:
+            self._heard(slot, epoch)
+            self._post(slot, self.servers[slot].switch_memory(True, epoch), lambda _: self.release(slot))
+
+        self._visit(visit)
+
     def survey(self) -> list[ServedVersions]:
         """What every server that answers serves; slots are IDLE before and after."""
         found: list[ServedVersions] = []
@@ -274,6 +287,8 @@ class Fleet:
             self._tell("server_restarted", client.name, f"it serves {_say(has)} where it had {_say(last)}")
         if has.policy is None:
             self.on_new(slot, epoch)
+        if self._lends:
+            self._post(slot, client.switch_memory(False, epoch), lambda _: self._heard(slot, epoch))
         loads: list[Pending[ServedVersions]] = []
         if self.policy is not None and has.policy != self.policy.version:
             loads.append(client.load_policy(self.policy.version, self.policy.blob if copy is None else copy, epoch))

@@ -18,6 +18,7 @@ from services.core.types import (
     DrafterProgress,
     GroupWork,
     HiddenStateChunk,
+    MemorySwitch,
     PartialRollout,
     PolicyStepReport,
     Prompt,
@@ -84,6 +85,10 @@ class RolloutClient(Protocol):
     def take_states(self, step: int, epoch: int) -> tuple[Pending[HiddenStateChunk], Blob]:
         """The hidden states kept since the last call, of the rollouts whose work asked for it; the server forgets them.
         ConfigError from an engine that keeps none."""
+
+    def switch_memory(self, release: bool, epoch: int) -> Pending[MemorySwitch | None]:
+        """Give up the GPU memory of a server that has nothing to do, or take it back; None when that is done already.
+        In between it takes no work and no weights."""
 
     def predict_gain(self, work: Workload) -> Pending[ExpectedGain | None]:
         """What drafting is expected to gain on these rollouts, by what the server knows of costs and acceptance; None
@@ -163,6 +168,10 @@ class PolicyClient(Protocol):
         """(policy_version, weights for RolloutClient.load_policy, weights for DrafterClient.load_target_head). The
         first may be an offer that servers redeem themselves (`weights.transport: collective`); TransferError says
         that one could not."""
+
+    def switch_memory(self, release: bool) -> Pending[MemorySwitch | None]:
+        """Move everything to host memory, or back to the GPU, which `train_step` needs; None when it is there already.
+        GpuMemoryError when the GPU has no room."""
 
     def copy_of(self, version: int) -> tuple[Pending[int], Blob]:
         """(version, weights) of the published version, for a server that could not redeem its offer. Answers also while

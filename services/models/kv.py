@@ -26,6 +26,17 @@ class KVStore:
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.layers)
 
+    def release(self) -> None:
+        """Give the memory back; nothing may be read or written until `resume`."""
+        for store in self.layers:
+            store.untyped_storage().resize_(0)
+
+    def resume(self) -> None:
+        """Take it again, empty: columns that nobody wrote are masked, and a mask hides zeros but no NaN."""
+        for store in self.layers:
+            store.untyped_storage().resize_(store.numel() * store.element_size())
+            store.zero_()
+
     def attend(self, layer: int, write_at: Tensor, mask: Tensor, first_row: int = 0) -> Attend:
         """Attention over B rows from `first_row`: write the new columns, then read columns 0..L-1 under `mask`
         [B,1,Q,L]."""

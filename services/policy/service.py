@@ -13,7 +13,7 @@ from services.config.schema import ClusterConfig
 from services.core.checkpoints import CheckpointNote, CheckpointPlan
 from services.core.errors import BatchError, ConfigError, GpuMemoryError
 from services.core.protocols import Clock
-from services.core.types import HiddenStateChunk, PolicyStepReport, TrainBatch
+from services.core.types import HiddenStateChunk, MemorySwitch, PolicyStepReport, TrainBatch
 from services.models.device import free_cache, pick_device, pick_dtype
 from services.models.files import model_dir, read_config
 from services.models.hidden import HiddenStates
@@ -21,6 +21,7 @@ from services.models.layers import ModelSpec, model_spec
 from services.models.methods import drafter_method
 from services.models.target import check_tensors, target_names
 from services.policy.checkpoint import KIND, DrafterTree, Restored, restore, take_snapshot
+from services.policy.residence import movable
 from services.policy.sharding import whole
 from services.policy.team import ALONE, Team
 from services.policy.trainer import PolicyTrainer
@@ -38,8 +39,9 @@ class PolicyService:
         publish_dtype: torch.dtype,
         writer: CheckpointWriter | None = None,
         restored: Restored | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
-        self._trainer = trainer
+        self._trainer, self._clock = trainer, clock
         self._spec = spec
         self._publish_dtype = publish_dtype
         self._writer = writer
@@ -63,6 +65,7 @@ class PolicyService:
         """One update. The hidden states are those of the version before it; see PolicyTrainer.train_step. Raises
         BatchError for a step that was trained on already: a coordinator that took over asks for `steps_done` first;
         GpuMemoryError for one that does not fit."""
+        assert not self._trainer.residence.away, "a step while the policy's memory is released"
         if batch.step <= self._last_step:
             raise BatchError(f"the policy has trained on step {self._last_step}, step {batch.step} came after it")
         try:
@@ -82,11 +85,9 @@ class PolicyService:
     @torch.no_grad()
     def publish(self, device: torch.device | str = "cpu") -> tuple[int, dict[str, Tensor]]:
         """(policy_version, copies of all weights on `device` by Hugging Face name); a tied LM head is left out."""
-        state, team = self._trainer.model.state_dict(), self._trainer.team
-        tied = {"lm_head.weight"} if self._spec.tied else set()
-        tensors: dict[str, Tensor] = {}
-        for name in (n for n in state if n not in tied):
-            full = whole(state[name].detach())
+        team, tensors = self._trainer.team, dict[str, Tensor]()
+        for name, parameter in self._trainer.model.named_parameters():  # a tied LM head is the embedding
+            full = whole(self._trainer.residence.at_hand(parameter.detach()))
             if team.leads:
                 tensors[name] = full.to(device, self._publish_dtype, copy=True)
         if not team.leads:
@@ -94,6 +95,23 @@ class PolicyService:
         # A diverged policy must not reach the engines: refused here, they keep the version they serve.
         check_tensors(tensors, target_names(self._spec), "policy")
         return self.version, tensors
+
+    def switch_memory(self, release: bool) -> MemorySwitch | None:
+        """Move all that is kept between steps to host memory, so that a rollout server can have the GPU, or back; None
+        when it is there already. Publishing and checkpoints work from where it is. Raises GpuMemoryError when the GPU
+        is not free."""
+        residence, started = self._trainer.residence, self._clock()
+        if residence.away == release:
+            return None
+        try:
+            moved = residence.leave() if release else residence.come_back()
+        except torch.OutOfMemoryError as error:
+            raise GpuMemoryError(
+                "the policy finds no room on the GPU that it shares with a rollout server: lower "
+                "rollout.engine.mem_fraction or rollout.engine.kv_tokens, or give the policy GPUs of its own with "
+                f"placement.policy: split ({str(error).partition('. ')[0]})"
+            ) from error
+        return MemorySwitch(release, self._clock() - started, sum(self._trainer.team.gathered(moved)))
 
     def restored(self) -> tuple[CheckpointNote | None, DrafterTree | None, DrafterTree | None]:
         """(note, live drafter state, served one) of the checkpoint this trainer went on from; None for a new run."""
@@ -150,6 +168,9 @@ def build_policy_service(
     compute = None if dtype == torch.float32 else dtype
     aux_layers = drafter_method(config.drafter, spec).aux_layers
     model = load_policy_model(config.model.path, device if team.mesh is None else torch.device("cpu"))
+    if config.placement.colocated:
+        for parameter in model.parameters():
+            parameter.data = movable(parameter.data)
     keep_states = config.drafter.states == "policy"
     trainer = PolicyTrainer(model, config.policy, clock, compute, aux_layers, keep_states, team, device)
     writer, restored = None, None
@@ -157,7 +178,10 @@ def build_policy_service(
         writer = _writer(checkpoints.folder) if team.leads else None
         restored = None if checkpoints.start is None else restore(checkpoints.start, trainer, spec)
         trainer.version = max(trainer.version, checkpoints.least_version)
-    return PolicyService(trainer, spec, dtype, writer, restored)
+    service = PolicyService(trainer, spec, dtype, writer, restored, clock)
+    if config.placement.colocated:
+        service.switch_memory(True)  # rollout servers, which have the first turn, start behind it
+    return service
 
 
 def _writer(folder: Path) -> CheckpointWriter:

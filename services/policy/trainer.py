@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -34,6 +34,7 @@ from services.policy.logprobs import Scorer, Scores
 from services.policy.loss import kl_to_reference, policy_loss, token_weights
 from services.policy.packs import Pack, make_packs
 from services.policy.recompute import recompute_layers
+from services.policy.residence import Residence
 from services.policy.sharding import placed_like, shard, whole
 from services.policy.surrogate import token_terms
 from services.policy.tally import Tally
@@ -114,6 +115,7 @@ class PolicyTrainer:
         self._optimizer = torch.optim.AdamW(
             _decay_groups(self._parameters, config.weight_decay), lr=config.learning_rate, betas=config.betas
         )
+        self.residence = Residence(self._tensors, self.device)
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -127,7 +129,7 @@ class PolicyTrainer:
         for name, parameter in self.model.named_parameters():
             kept = {f"optimizer/{key}/{name}": v for key, v in self._optimizer.state.get(parameter, {}).items()}
             for path, value in {f"policy/{name}": parameter, **kept}.items():
-                full = whole(value.detach())
+                full = whole(self.residence.at_hand(value.detach()))
                 if self.team.leads:
                     found[path] = full.to("cpu", copy=True)
         return found
@@ -180,6 +182,13 @@ class PolicyTrainer:
             chunk=chunk_of(kept, before, batch.step),
             hidden=kept,
         )
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """All that is kept between steps; AdamW's step counts are on the CPU, and so small that they may stay there."""
+        models = [self.model] if self._reference is None else [self.model, self._reference.model]
+        for parameter in itertools.chain.from_iterable(model.parameters() for model in models):
+            yield parameter
+            yield from (v for key, v in self._optimizer.state.get(parameter, {}).items() if key != "step")
 
     def _set_learning_rate(self, step: int) -> None:
         """`step` counts from 1; by the step and not by the updates, so that a resumed run goes on where it was."""

@@ -81,6 +81,14 @@ class RolloutEngine(Protocol):
     def abort(self) -> tuple[str, ...]:
         """Drop everything waiting and running; returns the dropped rollout ids."""
 
+    @property
+    def released(self) -> bool:
+        """Whether its memory is lent out: it takes no work then."""
+
+    def switch_memory(self, release: bool) -> int:
+        """Give up the GPU memory of an engine that has nothing to do, or take it back: keys and values, which are lost,
+        and where the engine can the weights, which survive. Returns bytes."""
+
     def load_policy(self, version: int, tensors: Mapping[str, Tensor]) -> None: ...
 
     def receive_policy(self, version: int, incoming: Incoming) -> None:

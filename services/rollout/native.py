@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.core.errors import RequestError, WeightError
+from services.core.errors import WeightError
 from services.core.protocols import Clock
 from services.core.selector import SelectorState
 from services.core.types import (
@@ -35,7 +35,7 @@ from services.rollout.eagle import CATCH_UP_CHUNK
 from services.rollout.kept import KeptStates
 from services.rollout.nodes import node_logprobs
 from services.rollout.proposing import Proposer
-from services.rollout.request import Request, Withdrawn, check_fits, continued_seed, note_version, take_out
+from services.rollout.request import Request, Withdrawn, check_fits, check_room, continued_seed, note_version, take_out
 from services.rollout.rows import Rows
 from services.rollout.stops import emit, response_text
 from services.rollout.stopwatch import Stopwatch
@@ -126,11 +126,7 @@ class NativeEngine:
         check_sampling(work.sampling)
         self._kept.check(work)
         check_fits(work, self._target.spec.vocab_size, self._options.max_len)
-        if len(work.indices) > self._options.max_running:
-            raise RequestError(
-                f"{work.group_id}: {len(work.indices)} rollouts exceed rollout.engine.max_running "
-                f"{self._options.max_running}"
-            )
+        check_room(work, self._options.max_running, self.released)
 
     def abort(self) -> tuple[str, ...]:
         """Drop everything waiting and running; returns the dropped rollout ids."""
@@ -161,7 +157,15 @@ class NativeEngine:
         self._waiting = deque(kept)
         return Withdrawn(tuple(partials))
 
-    # -- weights and strategy
+    # -- memory, weights and strategy
+
+    @property
+    def released(self) -> bool:
+        return self._rows.released
+
+    def switch_memory(self, release: bool) -> int:
+        """Of keys and values; the weights stay."""
+        return self._rows.switch_memory(release)
 
     @property
     def versions(self) -> ServedVersions:

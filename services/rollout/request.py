@@ -35,6 +35,21 @@ def check_keeps(work: GroupWork, capture_bytes: int) -> None:
         raise RequestError(f"{work.group_id}: {KEEPS_NONE}")
 
 
+def check_memory(work: GroupWork, released: bool) -> None:
+    """RequestError when the engine's memory is lent out."""
+    if released:
+        raise RequestError(f"{work.group_id}: this server's memory is released: resume it first")
+
+
+def check_room(work: GroupWork, max_running: int, released: bool) -> None:
+    """RequestError when the memory is lent out, or not all of a group's rollouts can run at once."""
+    check_memory(work, released)
+    if len(work.indices) > max_running:
+        raise RequestError(
+            f"{work.group_id}: {len(work.indices)} rollouts exceed rollout.engine.max_running {max_running}"
+        )
+
+
 def check_fits(work: GroupWork, vocab_size: int, max_len: int) -> None:
     """RequestError when an engine of this vocabulary and length can never serve `work`."""
     ids = work.prompt.token_ids

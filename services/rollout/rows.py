@@ -36,7 +36,20 @@ class Rows:
         self.lengths = np.zeros(rows, dtype=np.int64)
         self.drafted = np.zeros(rows, dtype=np.int64)
         self.count = 0
+        self.released = False
         self._index = torch.arange(rows, device=device)[:, None]
+
+    def switch_memory(self, release: bool) -> int:
+        """Release the keys and values of all rows, none of which may be in use, or take their memory again. Returns
+        bytes."""
+        assert not self.count, f"{self.count} rows are in use"
+        for store in (self.kv, self.draft_kv):
+            if release:
+                store.release()
+            else:
+                store.resume()
+        self.released = release
+        return self.kv.num_bytes + self.draft_kv.num_bytes
 
     def row_index(self) -> Tensor:
         """[count,1], for gathers along columns."""

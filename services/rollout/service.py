@@ -12,7 +12,7 @@ from torch import Tensor
 from services.config.schema import ClusterConfig
 from services.config.schema import NativeEngine as NativeEngineConfig
 from services.config.speculation import AdaptiveSelector
-from services.core.errors import ConfigError, StaleEpochError
+from services.core.errors import ConfigError, RequestError, StaleEpochError
 from services.core.gain import ExpectedGain, Workload
 from services.core.protocols import Clock
 from services.core.selector import SelectorState
@@ -35,7 +35,6 @@ from services.rollout.calibrate import Calibration, Limits
 from services.rollout.engine import RolloutEngine
 from services.rollout.native import EngineOptions, NativeEngine
 from services.rollout.sglang.build import build_sglang_engine
-from services.rollout.sglang.engine import SGLangEngine
 from services.speculation.adaptive import Adaptive
 from services.speculation.cost_table import NETWORK
 from services.speculation.gain import predict
@@ -160,12 +159,19 @@ class RolloutService:
             raise ConfigError(f"strategy {name!r} is not configured: one of {', '.join(self._strategies)}")
         self._engine.force_strategy(None if name is None else self._strategies[name])
 
-    def switch_memory(self, release: bool, epoch: int) -> MemorySwitch:
-        """Release or resume the GPU memory of an idle server, so that another holder of the slot can use it."""
+    def switch_memory(self, release: bool, epoch: int) -> MemorySwitch | None:
+        """Release or resume the GPU memory of an idle server, so that another holder of the slot can use it; None when
+        that is done already, or by a process before this one."""
         self._check(epoch)
-        if not isinstance(self._engine, SGLangEngine):
-            raise ConfigError("the native engine cannot release its memory: use rollout.engine.type: sglang")
-        switch = self._engine.switch_memory(release)
+        engine, word = self._engine, "release" if release else "resume"
+        count = engine.num_running + engine.num_waiting
+        if count:
+            raise RequestError(f"{count} requests run: {word} the memory when all have ended")
+        if engine.released == release:
+            return None
+        started = self._clock()
+        num_bytes = engine.switch_memory(release)
+        switch = MemorySwitch(release, self._clock() - started, num_bytes)
         self._switches.append(switch)
         return switch
 

@@ -123,6 +123,10 @@ class SimulatedRollout(_Process):
     def take_states(self, step: int, epoch: int) -> tuple[Pending[HiddenStateChunk], Blob]:
         raise ConfigError("a simulation takes hidden states from the policy trainer: set drafter.states: policy")
 
+    def switch_memory(self, release: bool, epoch: int) -> Call:
+        """Memory is no part of the model."""
+        return self.ask("switch_memory", lambda _: (None, 0.0))
+
     def selector_state(self) -> Call:
         return self.ask("selector_state", self._model.selector_state)
 
@@ -243,6 +247,9 @@ class SimulatedPolicy(_Process):
     def publish(self) -> tuple[Part, Blob, Blob]:
         call = self.ask("publish", lambda _: self._model.publish())
         return Part(call, 0), Blob(Part(call, 1)), Blob(Part(call, 1))
+
+    def switch_memory(self, release: bool) -> Call:
+        return self.ask("switch_memory", lambda _: (None, 0.0))
 
     def copy_of(self, version: int) -> tuple[Part, Blob]:
         return _parts(self.ask("copy_of", lambda _: ((version, version), 0.0)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 from services.core.protocols import Blob
-from services.core.types import DrafterProgress, HiddenStateChunk, ServerReport, SlotLease
+from services.core.types import DrafterProgress, HiddenStateChunk, MemorySwitch, ServerReport, SlotLease
 
 Weights = Literal["policy", "drafter"]
 
@@ -30,6 +30,9 @@ class Telemetry(Protocol):
 
     def published(self, weights: Weights, version: int, seconds: float, blob: Blob) -> None: ...
 
+    def switched(self, switch: MemorySwitch) -> None:
+        """A colocated policy trainer released or resumed its memory; servers tell theirs in their reports."""
+
     def loaded(self, seconds: float) -> None:
         """Every server that is not lost serves the published versions, so long after they were published."""
 
@@ -50,6 +53,8 @@ class NoTelemetry:
     def states_added(self, chunk: HiddenStateChunk) -> None: ...
 
     def published(self, weights: Weights, version: int, seconds: float, blob: Blob) -> None: ...
+
+    def switched(self, switch: MemorySwitch) -> None: ...
 
     def loaded(self, seconds: float) -> None: ...
 

@@ -71,6 +71,7 @@ class LabelValues:
             "slot": slots,
             "role": tuple(state.value for state in SlotState),
             "use": ("unused", "drafting"),
+            "holder": ("rollout", "policy"),
             "switch": ("release", "resume"),
             "state": ("running", "queued"),
             "reason": (FinishReason.STOP.value, FinishReason.LENGTH.value),

@@ -22,6 +22,7 @@ from services.core.types import (
     EvalResult,
     Group,
     HiddenStateChunk,
+    MemorySwitch,
     ProgressView,
     RunEvent,
     ServerReport,
@@ -183,13 +184,20 @@ class RunMetrics:
             if served is not None:
                 v.set("longtail_served_version", served, name, weights)
         for switch in report.memory_switches:
-            word = "release" if switch.released else "resume"
-            v.inc("longtail_memory_switches_total", 1, word)
-            v.inc("longtail_memory_switch_seconds_total", switch.seconds, word)
-            v.inc("longtail_memory_switch_bytes_total", switch.num_bytes, word)
+            self._switched("rollout", switch)
         for span in report.spans:
             v.inc("longtail_strategy_rounds_total", span.rounds, name, self._labels.known("strategy", span.strategy))
         self._accepted(report)
+
+    @_locked
+    def switched(self, switch: MemorySwitch) -> None:
+        self._switched("policy", switch)
+
+    def _switched(self, holder: str, switch: MemorySwitch) -> None:
+        v, word = self._values, "release" if switch.released else "resume"
+        v.inc("longtail_memory_switches_total", 1, holder, word)
+        v.inc("longtail_memory_switch_seconds_total", switch.seconds, holder, word)
+        v.inc("longtail_memory_switch_bytes_total", switch.num_bytes, holder, word)
 
     @_locked
     def decided(self, seconds: float) -> None:

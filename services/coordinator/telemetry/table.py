@@ -66,9 +66,10 @@ SLOTS = (
     _histogram("idle_window_seconds", "How long a slot had nothing to generate while another one still did."),
     _histogram("slot_return_seconds", "From asking a slot that trains the drafter to leave until it was free."),
     _counter("energy_joules", "Joules of the run's GPUs by role, of steps with figures.", ("role",), "joules"),
-    _counter("memory_switches", "Releases and resumes of a rollout server's GPU memory.", ("switch",)),
-    _counter("memory_switch_seconds", "Seconds that they took.", ("switch",), "seconds"),
-    _counter("memory_switch_bytes", "Bytes of GPU memory that changed hands.", ("switch",), "bytes"),
+    _counter("memory_switches", "Releases and resumes of GPU memory: by rollout servers, by a colocated policy.",
+             ("holder", "switch")),
+    _counter("memory_switch_seconds", "Seconds that they took.", ("holder", "switch"), "seconds"),
+    _counter("memory_switch_bytes", "Bytes of GPU memory that changed hands.", ("holder", "switch"), "bytes"),
 )  # fmt: skip
 
 ROLLOUT = (

@@ -20,7 +20,6 @@ from services.core.types import (
     FinishReason,
     GroupWork,
     HiddenStateChunk,
-    MemorySwitch,
     PartialRollout,
     Rollout,
     RunningRequest,
@@ -29,7 +28,7 @@ from services.core.types import (
 )
 from services.models.hidden import HiddenStates
 from services.models.target import check_names, check_shapes
-from services.rollout.request import KEEPS_NONE, Withdrawn, check_fits, check_keeps, continued_seed
+from services.rollout.request import KEEPS_NONE, Withdrawn, check_fits, check_keeps, check_memory, continued_seed
 from services.rollout.sglang.acceptance import acceptance_stats
 from services.rollout.sglang.handle import EngineHandle, Kind, Update
 from services.rollout.sglang.learned import learned_models
@@ -79,7 +78,7 @@ class SGLangEngine:
         self._versions = handle.served()
         self._submitted = 0
         self._prefill = Prefill()
-        self._released = False
+        self.released = False
         self._window = 0  # counts the calls of take_states and abort
         self._finished: dict[str, Rollout] = {}  # since the last take_states, with their states
         if limits.capture_bytes:
@@ -135,8 +134,7 @@ class SGLangEngine:
         )
 
     def check(self, work: GroupWork) -> None:
-        if self._released:
-            raise RequestError(f"{work.group_id}: this server's memory is released: resume it first")
+        check_memory(work, self.released)
         check_fits(work, self._limits.vocab_size, self._limits.max_len)
         check_keeps(work, self._limits.capture_bytes)
         sampling = work.sampling
@@ -319,7 +317,7 @@ class SGLangEngine:
         self._hand_over("policy", version, lambda: self._handle.receive(version, incoming))
 
     def _check_order(self, kind: Kind, version: int, served: int | None) -> None:
-        if self._released:
+        if self.released:
             raise WeightError(f"{kind} version {version} cannot be loaded: the memory is released, resume it first")
         if served is not None and version < served:
             raise WeightError(f"{kind} version {version} is older than the served {served}; nothing was loaded")
@@ -362,17 +360,13 @@ class SGLangEngine:
 
     # -- memory
 
-    def switch_memory(self, release: bool) -> MemorySwitch:
-        """Lend the slot's GPU memory out, or take it back; weights of policy and drafter survive (row 24)."""
-        word = "release" if release else "resume"
-        if self._requests:
-            raise RequestError(f"{len(self._requests)} requests run: {word} the memory when all have ended")
-        if release == self._released:
-            raise RequestError(f"the memory is {'already' if release else 'not'} released")
-        started, free = self._clock(), self._handle.free_bytes()
+    def switch_memory(self, release: bool) -> int:
+        """Weights of policy and drafter survive (row 24)."""
+        assert release != self.released and not self._requests
+        free = self._handle.free_bytes()
         self._handle.switch_memory(release)
-        self._released = release
-        return MemorySwitch(release, self._clock() - started, abs(self._handle.free_bytes() - free))
+        self.released = release
+        return abs(self._handle.free_bytes() - free)
 
     def close(self) -> None:
         self._handle.close()

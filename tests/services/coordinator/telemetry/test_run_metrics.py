@@ -155,9 +155,14 @@ def test_memory_switches_are_counted_with_time_and_bytes() -> None:
     m = metrics()
     switches = (MemorySwitch(True, 0.25, 4000), MemorySwitch(False, 0.5, 4000))
     m.reported(1, ServerReport((), (), 0, 5, 0.1, "off", ServedVersions(3, None), memory_switches=switches))
-    assert of(m, "memory_switches_total", "release") == of(m, "memory_switches_total", "resume") == 1
-    assert of(m, "memory_switch_seconds_total", "resume") == 0.5
-    assert of(m, "memory_switch_bytes_total", "release") == 4000
+    m.switched(MemorySwitch(True, 0.125, 900))
+    for holder in ("rollout", "policy"):
+        assert of(m, "memory_switches_total", holder, "release") == 1
+    assert of(m, "memory_switches_total", "rollout", "resume") == 1
+    assert of(m, "memory_switches_total", "policy", "resume") == 0
+    assert of(m, "memory_switch_seconds_total", "rollout", "resume") == 0.5
+    assert of(m, "memory_switch_seconds_total", "policy", "release") == 0.125
+    assert of(m, "memory_switch_bytes_total", "rollout", "release") == 4000
     assert of(m, "served_version", "slot 1", "policy") == 3
     assert "longtail_served_version|slot 1|drafter" not in m.read(), "nothing was loaded"
 

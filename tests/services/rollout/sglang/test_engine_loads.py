@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from services.core.errors import (
-    ConfigError,
     RequestError,
     WeightError,
 )
 from services.core.types import Rollout, ServedVersions
-from services.rollout.service import RolloutService
 from services.rollout.sglang.engine import SGLangEngine
 from services.rollout.sglang.loader import TORN
 from services.speculation.strategy import OFF, DraftStrategy
@@ -24,7 +22,6 @@ from tests.services.rollout.engines import (
     check_greedy,
     group,
     letters,
-    make_engine,
     ticking,
 )
 from tests.services.rollout.sglang.fake import FakeHandle, limits_of
@@ -209,18 +206,16 @@ def test_memory_is_lent_out_and_taken_back() -> None:
     with pytest.raises(RequestError, match="1 requests run: release the memory when all have ended"):
         service.switch_memory(True, EPOCH)
     drain(service)
-    with pytest.raises(RequestError, match="not released"):
-        service.switch_memory(False, EPOCH)
+    assert service.switch_memory(False, EPOCH) is None, "it has its memory"
     switch = service.switch_memory(True, EPOCH)
-    assert switch.released and switch.num_bytes == 600_000 and switch.seconds > 0
-    with pytest.raises(RequestError, match="already released"):
-        service.switch_memory(True, EPOCH)
+    assert switch is not None and switch.released and switch.num_bytes == 600_000 and switch.seconds > 0
+    assert service.switch_memory(True, EPOCH) is None, "a message that comes twice changes nothing"
     with pytest.raises(RequestError, match="resume it first"):
         service.submit([group(PROMPT, 1)], EPOCH)
     with pytest.raises(WeightError, match="policy version 1 cannot be loaded: the memory is released, resume it first"):
         service.load_policy(1, tensors_of(MODEL), EPOCH)
     back = service.switch_memory(False, EPOCH)
-    assert not back.released and back.num_bytes == 590_000
+    assert back is not None and not back.released and back.num_bytes == 590_000
     check_all(MODEL, drain(service, [group(PROMPT, 2)]))
     assert handle.loads == [("policy", 0), ("drafter", 0)]
 
@@ -230,13 +225,6 @@ def test_the_next_report_tells_what_was_lent_and_taken_back_once() -> None:
     switches = (service.switch_memory(True, EPOCH), service.switch_memory(False, EPOCH))
     assert service.advance(0.0, EPOCH).memory_switches == switches
     assert service.advance(0.0, EPOCH).memory_switches == ()
-
-
-def test_the_native_engine_has_no_memory_to_lend() -> None:
-    service = RolloutService(make_engine(MODEL), {}, ticking())
-    service.open_epoch(EPOCH)
-    with pytest.raises(ConfigError, match=r"use rollout\.engine\.type: sglang"):
-        service.switch_memory(True, EPOCH)
 
 
 def test_close_reaches_the_handle() -> None:

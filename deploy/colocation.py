@@ -1,0 +1,50 @@
+"""Putting a colocated policy's workers on the slots' GPUs.
+
+Ray Train places its workers in a placement group of its own, so that they cannot live in the slots' bundles. They are
+bound to the slots' machines, and take of each GPU the part that the slot left: Ray gives parts of a GPU out of the
+fullest one that has room. Where other GPUs are in reach it may still choose one of those, which is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray.util.placement_group import placement_group_table
+
+from actors.energy import GpuSeat
+from services.config.schema import ClusterConfig
+from services.coordinator.energy import POLICY
+from services.core.errors import ConfigError
+
+NODE_LABEL = "ray.io/node-id"
+
+
+def slot_nodes(group: Any) -> list[str]:
+    """The Ray node of each slot; empty where slots ask for nothing and are anywhere."""
+    if group is None:
+        return []
+    nodes: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    return [nodes[slot] for slot in sorted(nodes)]
+
+
+def worker_selectors(config: ClusterConfig, nodes: Sequence[str]) -> list[dict[str, str]]:
+    """Ray's label selector of each policy worker: worker i goes where slot i is. Empty without GPUs to share."""
+    if not config.placement.policy_gpus:
+        return []
+    return [{NODE_LABEL: node} for node in nodes[: config.placement.policy_workers]]
+
+
+def require_shared(placed: Mapping[str, GpuSeat]) -> None:
+    """`placed`: where "policy" and "slot <i>" compute. Raises ConfigError for a policy worker on a GPU without a slot.
+    Of workers on several machines nothing is known here, see actors/policy_team.py."""
+    slots = {(seat.node, entry) for holder, seat in placed.items() if holder != POLICY for entry in seat.entries}
+    policy = placed[POLICY]
+    strays = [entry for entry in policy.entries if (policy.node, entry) not in slots]
+    if strays or len(set(policy.entries)) < len(policy.entries):
+        taken = ", ".join(sorted(policy.entries))
+        shared = ", ".join(sorted(entry for node, entry in slots if node == policy.node))
+        raise ConfigError(
+            f"placement.policy: colocated: Ray put the policy on GPU {taken} and the slots on GPU {shared}: start Ray "
+            "with no more GPUs than there are slots, or raise gpus_per_slot and policy_gpus to 1 together"
+        )

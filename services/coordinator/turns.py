@@ -1,0 +1,60 @@
+"""Whose turn it is on GPUs that rollout servers and a colocated policy trainer share.
+
+    rollout servers have the memory ──begin──> they release it ──> leases: POLICY ──> the policy takes it, and trains
+                                   <──end────  leases: IDLE  <── the policy releases it, its weights in host memory
+
+Each side has said that it let go before the other is told to take: what a lease says is true of the memory. Servers
+take theirs back as they are opened, so that one that died meanwhile is replaced and loaded as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from services.coordinator.assembly import Parts
+from services.coordinator.drafting import Drafting
+from services.core.protocols import Pending, PolicyClient
+from services.core.types import MemorySwitch, SlotState
+
+
+class Turns:
+    """Of a policy that has GPUs of its own there are none, and every call does nothing. `ask` waits for an answer of
+    the policy trainer."""
+
+    def __init__(
+        self, parts: Parts, drafting: Drafting, policy: PolicyClient, ask: Callable[[Pending[Any]], Any]
+    ) -> None:
+        self._colocated = parts.config.placement.colocated
+        self._fleet, self._leases, self._trainers = parts.fleet, parts.leases, parts.trainers
+        self._clock, self._telemetry = parts.clock, parts.telemetry
+        self._drafting, self._policy, self._ask = drafting, policy, ask
+
+    def begin(self) -> None:
+        """The policy's: every slot that is not lost becomes its own. No slot has work. Drafter trainers have ended."""
+        if not self._colocated:
+            return
+        self._drafting.finish()
+        self._trainers.settle()
+        self._fleet.lend()
+        for slot in self._leases.in_state(SlotState.IDLE):
+            self._leases.change(slot, SlotState.POLICY, self._leases[slot].epoch, self._clock())
+        self._switch(release=False)
+
+    def end(self) -> None:
+        """The servers': slots become IDLE, to be opened. Of a run's first turn, which is theirs, too."""
+        if not self._colocated:
+            return
+        self._switch(release=True)
+        for slot in self._leases.in_state(SlotState.POLICY):
+            self._leases.change(slot, SlotState.IDLE, self._leases[slot].epoch, self._clock())
+
+    def heard(self) -> None:
+        """The policy answered: that is the heartbeat of the slots it holds."""
+        for slot in self._leases.in_state(SlotState.POLICY):
+            self._leases.renew(slot, self._leases[slot].epoch, self._clock())
+
+    def _switch(self, release: bool) -> None:
+        switch: MemorySwitch | None = self._ask(self._policy.switch_memory(release))
+        if switch is not None:
+            self._telemetry.switched(switch)

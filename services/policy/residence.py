@@ -1,0 +1,102 @@
+"""Where a trainer's tensors are: on its device, or in host memory while somebody else works on that device.
+
+What is moved are storages. The tensors over them stay the objects they are, so that whoever holds one (AdamW's state by
+parameter, FSDP2's flat view of a shard, a tied head) finds the same values in it afterwards, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from services.models.device import free_cache
+
+
+class Residence:
+    """Of `tensors()` those that are on `device`: what lies in host memory anyway is left there. Host memory is set
+    aside once, pinned where the device is a GPU, and kept: setting it aside takes longer than a copy."""
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
+        self._tensors = tensors
+        self._device = device
+        self._host: dict[int, Tensor] = {}  # by storage, bytes
+        self.away = False
+
+    @torch.no_grad()
+    def leave(self) -> int:
+        """Copy everything to host memory and give the device's memory back. Returns bytes."""
+        assert not self.away
+        owned = self._owned()
+        for storage in owned:
+            self._copy_of(storage).copy_(_flat(storage), non_blocking=True)
+        self._settle()
+        moved = sum(storage.nbytes() for storage in owned)
+        for storage in owned:
+            storage.resize_(0)
+        self.away = True
+        free_cache(self._device)
+        return moved
+
+    @torch.no_grad()
+    def come_back(self) -> int:
+        """Take the device's memory again, with what it held. Returns bytes. Raises torch.OutOfMemoryError when it is
+        not free; what came back then is there, and a further call goes on with the rest."""
+        assert self.away
+        moved = 0
+        for storage in self._owned():
+            copy = self._host[storage._cdata]
+            if not storage.nbytes():
+                storage.resize_(copy.nbytes)
+                _flat(storage).copy_(copy, non_blocking=True)
+            moved += copy.nbytes
+        self._settle()
+        self.away = False
+        return moved
+
+    def at_hand(self, tensor: Tensor) -> Tensor:
+        """`tensor` as it can be read now: while it is away, the same values in host memory."""
+        if not self.away:
+            return tensor
+        if isinstance(tensor, DTensor):
+            local = self.at_hand(tensor._local_tensor)
+            mesh, placements = tensor.device_mesh, tensor.placements
+            return DTensor.from_local(
+                local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            )
+        host = self._host.get(tensor.untyped_storage()._cdata)
+        if host is None:
+            return tensor
+        copy = host.view(tensor.dtype)
+        return copy.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _owned(self) -> list[torch.UntypedStorage]:
+        """Each storage once, however many tensors share it."""
+        found: dict[int, torch.UntypedStorage] = {}
+        for tensor in self._tensors():
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            if local.device.type == self._device.type:
+                storage = local.untyped_storage()
+                found[storage._cdata] = storage
+        return list(found.values())
+
+    def _copy_of(self, storage: torch.UntypedStorage) -> Tensor:
+        key, pinned = storage._cdata, self._device.type == "cuda"
+        if key not in self._host or self._host[key].nbytes != storage.nbytes():
+            self._host[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+        return self._host[key]
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _flat(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+
+
+def movable(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy where its storage cannot be given up: that of a file read in place."""
+    return tensor if tensor.untyped_storage().resizable() else tensor.clone()
