@@ -176,14 +176,20 @@ class Fleet:
         self._post(slot, pending, told)
 
     def lend(self) -> None:
-        """Have every server release its memory, and wait until each that is not lost meanwhile has; slots are IDLE
-        before and after."""
+        """Have every server release its memory, and wait until each that is not lost has, also one that comes back
+        meanwhile; slots are IDLE before and after."""
+        lent: set[tuple[int, int]] = set()
+
+        def let_go(slot: int) -> None:
+            self.release(slot)
+            lent.add((slot, self._leases[slot].epoch))
 
         def visit(slot: int, epoch: int, _: ServedVersions) -> None:
             self._heard(slot, epoch)
-            self._post(slot, self.servers[slot].switch_memory(True, epoch), lambda _: self.release(slot))
+            self._post(slot, self.servers[slot].switch_memory(True, epoch), lambda _: let_go(slot))
 
-        self._visit(visit)
+        while any((slot, self._leases[slot].epoch) not in lent for slot in self._leases.in_state(SlotState.IDLE)):
+            self._visit(visit)
 
     def survey(self) -> list[ServedVersions]:
         """What every server that answers serves; slots are IDLE before and after."""

@@ -280,3 +280,36 @@ def test_policy_workers_on_cpus_and_gpus() -> None:
     assert load_config(overrides=["placement.policy_workers=2"]).policy_in_team
     offloaded = load_config(overrides=["placement={policy_gpus: 0.5}", "policy.optimizer_offload=true"])
     assert offloaded.policy_in_team, "a team of one"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem", "remedy"),
+    [
+        (["gpus_per_slot: 0.5"], "shares a GPU between a slot and a policy worker", "or both to 0 for CPUs"),
+        (["policy_gpus: 0.5"], "shares a GPU between a slot and a policy worker", "or both to 0 for CPUs"),
+        (["gpus_per_slot: 1", "policy_gpus: 0.5"], "more than the one GPU", "for one to 0.6 and 0.4"),
+        (["gpus_per_slot: 0.3", "policy_gpus: 0.3", "policy_workers: 2"], "which NCCL refuses", "make them 1 together"),
+        (["gpus_per_slot: 0.6", "policy_gpus: 0.4", "policy_workers: 3"], "more than the 2 slots", "num_servers"),
+    ],
+)
+def test_a_colocated_policy_shares_one_gpu_with_each_slot(overrides: list[str], problem: str, remedy: str) -> None:
+    (told,) = mistakes("placement={policy: colocated, " + ", ".join(overrides) + "}")
+    assert problem in told and remedy in told
+
+
+def test_a_colocated_policy_needs_servers_that_let_go_and_weights_through_host_memory() -> None:
+    shared = ("rollout.engine.type=sglang", "placement={policy: colocated, gpus_per_slot: 0.6, policy_gpus: 0.4}")
+    (told,) = mistakes(*shared)
+    assert "set rollout.engine.release_memory: true" in told
+    (told,) = mistakes(*shared, "rollout.engine.release_memory=true", "weights.transport=collective")
+    assert "weights.transport: object_store" in told
+    assert mistakes(*shared, "rollout.engine.release_memory=true") == []
+    assert mistakes("placement={policy: colocated, policy_workers: 3}") == [], "CPUs are not shared like that"
+    assert (
+        mistakes(
+            *shared[:1],
+            "rollout.engine.release_memory=true",
+            "placement={policy: colocated, gpus_per_slot: 0.6, policy_gpus: 0.4, policy_workers: 2}",
+        )
+        == []
+    )

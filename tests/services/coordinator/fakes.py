@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from services.core.types import (
     DrafterProgress,
     FinishReason,
     HiddenStateChunk,
+    MemorySwitch,
     PartialRollout,
     PolicyStepReport,
     Prompt,
@@ -71,6 +73,8 @@ class FakeRollout:
     predicted: list[Workload] = field(default_factory=list)
     rounds: int = 0  # what its selector has learned
     restored: list[Any] = field(default_factory=list)
+    released: bool = False
+    switches: list[MemorySwitch] = field(default_factory=list)
 
     def open_epoch(self, epoch: int) -> ServedVersions:
         if epoch < self.epoch:
@@ -83,6 +87,7 @@ class FakeRollout:
     def submit(self, work: Any, epoch: int) -> None:
         self._check(epoch)
         assert self.policy is not None, "work before weights"
+        assert not self.released, "work for a server without memory"
         for w in work:
             self.asked.append((w.group_id, w.keep_states))
             for index, seed in zip(w.indices, w.seeds, strict=True):
@@ -95,6 +100,16 @@ class FakeRollout:
                 self.continued += [(known.rollout_id, len(known.response_ids))] if known else []
                 self.requests.append([w, index, seed, length, len(known.response_ids) if known else 0])
         assert len(self.requests) <= self.capacity, "more work than the server can run"
+
+    def switch_memory(self, release: bool, epoch: int) -> MemorySwitch | None:
+        self._check(epoch)
+        assert not self.requests, "memory is switched under running requests"
+        if release == self.released:
+            return None
+        self.released = release
+        self.switches.append(MemorySwitch(release, 0.1, 1000))
+        self.clock.now += 0.1
+        return self.switches[-1]
 
     def withdraw(self, rollout_ids: Any, epoch: int) -> tuple[PartialRollout, ...]:
         self._check(epoch)
@@ -144,7 +159,7 @@ class FakeRollout:
 
     def load_policy(self, version: int, tensors: Any, epoch: int) -> ServedVersions:
         self._check(epoch)
-        assert tensors == f"policy {version}"
+        assert tensors == f"policy {version}" and not self.released
         self.policy = version
         return self._versions()
 
@@ -314,11 +329,31 @@ class FakePolicy:
     checkpoints: list[tuple[Any, Any, Any]] = field(default_factory=list)
     flushed: int = 0
     copies: list[int] = field(default_factory=list)
+    released: bool = False
+    servers: Callable[[], Sequence[FakeRollout | None]] = tuple  # on whose GPUs it works; None: dead
+    before_step: Callable[[], None] = lambda: None
+    step_s: float = 0.5
+
+    def switch_memory(self, release: bool) -> MemorySwitch | None:
+        if release == self.released:
+            return None
+        if not release:
+            self._alone()
+        self.released = release
+        return MemorySwitch(release, 0.1, 500)
+
+    def _alone(self) -> None:
+        """A process that nobody has talked to yet holds what it began with."""
+        held = [s.slot for s in self.servers() if s is not None and s.epoch != -1 and not s.released]
+        assert not held, f"slots {held} have their memory while the policy has its own"
 
     def train_step(self, batch: Any) -> tuple[PolicyStepReport, HiddenStateChunk, str]:
+        assert not self.released
+        self.before_step()
+        self._alone()
         if batch.step <= self.steps_done:
             raise BatchError("trained on already")
-        self.clock.now += 0.5
+        self.clock.now += self.step_s
         old, self.version = self.version, self.version + (batch.step % self.no_signal_every != 0)
         assert all(r.policy_versions == (old,) for r in batch.rollouts), "off-policy rollouts"
         self.batches.append(batch)

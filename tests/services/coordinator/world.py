@@ -133,7 +133,7 @@ class World:
             LocalService(f"rollout-{i}", lambda i=i: FakeRollout(i, self.clock, capacity), host) for i in slots
         ]
         self.drafters = [LocalService(f"drafter-{i}", lambda i=i: FakeDrafter(i, self.clock), host) for i in slots]
-        self.policy = LocalService("policy", lambda: FakePolicy(self.clock), host)
+        self.policy = LocalService("policy", self._new_policy, host)
         self.reward = LocalService("reward", FakeReward, host)
         self.observer = Recorder()
         self.services = Services(
@@ -147,6 +147,11 @@ class World:
         )
         self.inputs = Inputs(make_prompts(train_prompts), make_prompts(8, 1000), SAMPLING)
         self.coordinator = Coordinator(config, self.inputs, self.services, self.observer, self.clock)
+
+    def _new_policy(self) -> FakePolicy:
+        if not self.config.placement.colocated:
+            return FakePolicy(self.clock)
+        return FakePolicy(self.clock, released=True, servers=lambda: [s.instance for s in self.servers])
 
     def run_with_takeovers(self) -> dict[str, Any]:
         """As the driver does it: a coordinator that dies (CoordinatorKilled) is replaced and the run goes on."""

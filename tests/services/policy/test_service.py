@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from services.config.drafter import DrafterConfig
+from services.config.placement import PlacementConfig
 from services.config.policy import PolicyConfig
 from services.config.schema import ClusterConfig, ModelConfig
 from services.core.errors import BatchError, ConfigError, DataError, GpuMemoryError, WeightError
@@ -123,3 +124,44 @@ def test_a_step_that_does_not_fit_the_gpu_says_what_makes_it_smaller(model_folde
         built.train_step(TrainBatch(1, (make_rollout(0), make_rollout(1)), (1.0, -1.0)))
     assert ("activation_checkpointing: true" in str(told.value)) is not checkpointing
     assert built.steps_done == built.version == 0
+
+
+def colocated(folder):
+    return build_policy_service(
+        ClusterConfig(
+            model=ModelConfig(path=str(folder), device="cpu"),
+            policy=PolicyConfig(threads=1, learning_rate=0.01),
+            placement=PlacementConfig(policy="colocated"),
+        )
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_colocated_policy_begins_away_and_publishes_from_there_what_a_split_one_does(
+    model_folder, make_rollout, tied
+) -> None:
+    folder = model_folder("qwen3", tied)
+    away, there = colocated(folder), service(folder, learning_rate=0.01)
+    batch = TrainBatch(1, (make_rollout(0), make_rollout(1)), (1.0, -1.0))
+    for _ in range(2):
+        assert away.switch_memory(True) is None, "it is away"
+        mine, theirs = away.publish(), there.publish()
+        assert mine[0] == theirs[0] and mine[1].keys() == theirs[1].keys()
+        assert all(torch.equal(mine[1][name], theirs[1][name]) for name in mine[1])
+        back = away.switch_memory(False)
+        assert back is not None and not back.released and back.num_bytes > 0 and back.seconds >= 0
+        if not away.steps_done:
+            away.train_step(batch)
+            there.train_step(batch)
+        assert away.switch_memory(True).released
+
+
+def test_no_room_on_the_shared_gpu_is_said_with_its_remedy(model_folder) -> None:
+    built = colocated(model_folder())
+
+    def full() -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    built._trainer.residence.come_back = full
+    with pytest.raises(GpuMemoryError, match=r"lower rollout\.engine\.mem_fraction.*CUDA out of memory"):
+        built.switch_memory(False)

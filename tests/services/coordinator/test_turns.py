@@ -1,0 +1,126 @@
+"""A policy on the slots' GPUs. The fakes complain when both sides have their memory, or work without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.core.errors import GpuMemoryError
+from services.core.types import RunEvent
+from tests.services.coordinator.test_chaos import Chaos
+from tests.services.coordinator.world import CoordinatorKilled, World, tiny_config
+
+COLOCATED: dict[str, Any] = {"placement": {"policy": "colocated"}}
+STEPS = 3
+
+
+def colocated(**changes: Any) -> World:
+    return World(tiny_config(**COLOCATED, **changes))
+
+
+def responses(world: World) -> list[Any]:
+    return [[r.response_ids for r in g.rollouts] for step in sorted(world.observer.groups)
+            for g in world.observer.groups[step]]  # fmt: skip
+
+
+def test_slots_are_the_policys_once_a_step_and_nobody_elses_meanwhile() -> None:
+    world = colocated()
+    assert world.coordinator.run()["status"] == "finished"
+    for slot in ("slot 0", "slot 1"):
+        turns = [s for s in world.observer.spans if (s.slot, s.role) == (slot, "policy")]
+        assert len(turns) == STEPS
+        assert all(t.end_s - t.start_s >= 0.5 for t in turns), "the step is trained within"
+    assert all([s.released for s in server.instance.switches] == [True, False] * STEPS for server in world.servers)
+    assert world.policy.instance.released, "the servers have the last turn"
+
+
+def test_a_split_policy_asks_nobody_for_memory() -> None:
+    world = World()
+    world.coordinator.run()
+    assert not any(server.instance.switches for server in world.servers)
+    assert {s.role for s in world.observer.spans if s.slot.startswith("slot")}.isdisjoint({"policy"})
+
+
+def test_the_run_learns_from_the_same_rollouts_as_a_split_one() -> None:
+    shared, split = colocated(), World()
+    shared.coordinator.run()
+    split.coordinator.run()
+    assert responses(shared) == responses(split)
+    batches = [w.policy.instance.batches for w in (shared, split)]
+    assert [b.advantages for b in batches[0]] == [b.advantages for b in batches[1]]
+
+
+@pytest.mark.parametrize("dead_s", [0.0, 3.0])
+def test_a_server_that_dies_while_released_is_replaced_and_not_resumed_twice(dead_s: float) -> None:
+    world = colocated()
+    killed: list[float] = []
+
+    def kill() -> None:
+        if len(world.policy.instance.batches) != 1 or killed:
+            return
+        killed.append(world.clock())
+        world.servers[1].kill()
+        if not dead_s:
+            world.servers[1].restart()
+
+    def bring_back(event: RunEvent) -> None:
+        remember(event)
+        if event.kind == "slot_lost" and world.servers[1].instance is None:
+            world.clock.now += dead_s
+            world.servers[1].restart()
+
+    remember, world.policy.instance.before_step = world.observer.event, kill
+    world.observer.event = bring_back  # type: ignore[method-assign]
+    assert world.coordinator.run()["status"] == "finished"
+    assert killed
+    kinds = {e.kind for e in world.observer.events if e.subject == "rollout-1"}
+    assert "slot_returned" in kinds if dead_s else "server_restarted" in kinds
+    assert [s.released for s in world.servers[1].instance.switches] == [True, False], "what it began with is its own"
+    assert all(len(g.rollouts) == 4 for groups in world.observer.groups.values() for g in groups)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whoever_dies_both_sides_never_have_their_memory(seed: int) -> None:
+    world = colocated(run={"steps": 4, "eval_prompts": 4})
+    chaos = Chaos(world, seed, kill_chance=0.05)
+    assert world.coordinator.run()["status"] == "finished"
+    assert chaos.kills
+    for groups in world.observer.groups.values():
+        ids = [r.rollout_id for g in groups for r in g.rollouts]
+        assert len(ids) == len(set(ids)) == 6 * 4
+
+
+def test_a_coordinator_that_takes_over_in_the_policys_turn_gives_it_back() -> None:
+    world = colocated()
+    died: list[int] = []
+
+    def die() -> None:
+        if len(world.policy.instance.batches) == 1 and not died:
+            died.append(1)
+            raise CoordinatorKilled
+
+    world.policy.instance.before_step = die
+    assert world.run_with_takeovers()["status"] == "finished"
+    assert died and world.policy.instance.released
+    assert not any(server.instance.released for server in world.servers)
+
+
+def test_a_step_longer_than_a_lease_loses_no_slot() -> None:
+    world = colocated(coordinator={"lease_s": 2.0})
+    world.policy.instance.step_s = 7.0
+    assert world.coordinator.run()["status"] == "finished"
+    assert not [e for e in world.observer.events if e.kind == "slot_lost"]
+
+
+def test_a_policy_that_finds_no_room_ends_the_run_with_its_remedy() -> None:
+    world = colocated()
+
+    def refuse(release: bool) -> None:
+        if not release:
+            raise GpuMemoryError("lower rollout.engine.mem_fraction")
+
+    world.policy.instance.switch_memory = refuse
+    with pytest.raises(GpuMemoryError, match="mem_fraction"):
+        world.coordinator.run()
+    assert world.observer.summaries[-1]["status"] == "failed"

@@ -1,0 +1,119 @@
+"""A policy that leaves its device between steps is the policy that stays there, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from services.policy.residence import Residence, movable
+from services.policy.team import ALONE, Team
+from services.policy.trainer import PolicyTrainer
+from tests.services.policy.teams import Case, batch, in_team, new_trainer
+
+CPU = torch.device("cpu")
+WITH_REFERENCE = Case({"kl_coef": 0.1, "micro_batch_tokens": 64})
+STEPS = 3
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def held(trainer: PolicyTrainer) -> int:
+    """Bytes of what the trainer keeps between steps."""
+    tensors = list(trainer._tensors())
+    local = [getattr(t, "_local_tensor", t) for t in tensors]
+    return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in local)}.values())
+
+
+def commuting(team: Team = ALONE) -> dict[str, Any]:
+    """Away after every step; what it says of itself while it is away and when it is back."""
+    made = new_trainer(WITH_REFERENCE, team)
+    found: dict[str, Any] = {"losses": [], "away": [], "back": [], "bytes": []}
+    for number in range(1, STEPS + 1):
+        found["losses"].append(made.train_step(batch(number)).report.loss)
+        before = held(made)
+        moved = made.residence.leave()
+        found["bytes"].append((before, moved, held(made)))
+        found["away"].append(made.state())
+        assert made.residence.come_back() == moved and held(made) == before
+        found["back"].append(made.state())
+    return found
+
+
+def staying(team: Team = ALONE) -> dict[str, Any]:
+    made = new_trainer(WITH_REFERENCE, team)
+    found: dict[str, Any] = {"losses": [], "states": []}
+    for number in range(1, STEPS + 1):
+        found["losses"].append(made.train_step(batch(number)).report.loss)
+        found["states"].append(made.state())
+    return found
+
+
+def both(team: Team) -> tuple[dict[str, Any], dict[str, Any]]:
+    return commuting(team), staying(team)
+
+
+def check(away: dict[str, Any], stayed: dict[str, Any]) -> None:
+    assert away["losses"] == stayed["losses"]
+    for there, back, state in zip(away["away"], away["back"], stayed["states"], strict=True):
+        assert equal(there, state), "read while it was away"
+        assert equal(back, state)
+
+
+def test_training_is_the_same_and_the_memory_is_given_up() -> None:
+    away, stayed = commuting(), staying()
+    check(away, stayed)
+    assert any(name.startswith("optimizer/") for name in stayed["states"][0])
+    for before, moved, left in away["bytes"]:
+        assert before == moved > 0
+        assert left == 0, "weights, moments and the reference are gone from the device"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_shards_of_two_workers_leave_and_come_back(tmp_path: Path) -> None:
+    (away, stayed), (second, _) = in_team(2, tmp_path, both)
+    check(away, stayed)
+    assert all(before == moved and left == 0 for before, moved, left in second["bytes"])
+
+
+def test_tensors_that_share_memory_are_moved_once_and_still_share_it() -> None:
+    whole = torch.arange(12.0)
+    part = whole[3:7]
+    house = Residence(lambda: [whole, part], CPU)
+    assert house.leave() == whole.nbytes
+    assert torch.equal(house.at_hand(part), torch.arange(3.0, 7.0))
+    house.come_back()
+    part[0] = -1.0
+    assert whole[3] == -1.0
+
+
+def test_a_return_that_was_cut_short_goes_on_with_the_rest() -> None:
+    first, second = torch.ones(4), torch.full((4,), 2.0)
+    house = Residence(lambda: [first, second], CPU)
+    house.leave()
+    first.untyped_storage().resize_(16)
+    first.fill_(1.0)  # came back before the memory ran out
+    house.come_back()
+    assert first.tolist() == [1.0] * 4 and second.tolist() == [2.0] * 4
+
+
+def test_what_is_not_on_the_device_stays_where_it_is() -> None:
+    tensor = torch.ones(3)
+    house = Residence(lambda: [tensor], torch.device("cuda"))
+    assert list(house._owned()) == []
+
+
+def test_a_tensor_of_a_file_that_is_read_in_place_is_copied(tmp_path: Path) -> None:
+    save_file({"a": torch.arange(5.0)}, tmp_path / "a.safetensors")
+    tensor = movable(load_file(tmp_path / "a.safetensors")["a"])
+    house = Residence(lambda: [tensor], CPU)
+    house.leave()
+    house.come_back()
+    assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
