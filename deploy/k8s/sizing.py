@@ -56,6 +56,8 @@ def worker_groups(config: ClusterConfig, slots_per_pod: int = 1) -> tuple[Group,
         raise ConfigError("placement.mode: local runs in one process and has no pods: set placement.mode: ray")
     if slots_per_pod < 1:
         raise ConfigError(f"{slots_per_pod} slots per pod: give at least 1")
+    if place.colocated:
+        return (_colocated(config),)
     if 0 < place.gpus_per_slot < 1:
         if slots_per_pod > 1:
             raise ConfigError(
@@ -98,11 +100,22 @@ def _policy(config: ClusterConfig) -> Group:
     return _group(config, "policy", (POLICY,), pods, cpus, gpus, workers * _POLICY_BYTES[gpus > 0])
 
 
+def _colocated(config: ClusterConfig) -> Group:
+    """One pod: Ray finds no other GPUs there to put a policy worker on than those of the slots."""
+    if config.rollout.num_servers > _WORKERS_PER_POD:
+        raise ConfigError(
+            f"rollout.num_servers {config.rollout.num_servers}: slots with a colocated policy share one pod, which has "
+            f"at most {_WORKERS_PER_POD} GPUs: lower it, or set placement.policy: split"
+        )
+    return _shared(config)
+
+
 def _shared(config: ClusterConfig) -> Group:
-    place, slots = config.placement, config.rollout.num_servers
-    cpus = max(1, _whole(slots * place.cpus_per_slot + place.policy_cpus))
-    memory = slots * _slot_bytes(config) + _POLICY_BYTES[True]
-    return _group(config, "shared", (ROLLOUT, POLICY), 1, cpus, 1, memory)
+    place, slots, workers = config.placement, config.rollout.num_servers, config.placement.policy_workers
+    cpus = max(1, _whole(slots * place.cpus_per_slot + workers * place.policy_cpus))
+    gpus = _whole(slots * place.gpus_per_slot + workers * place.policy_gpus)
+    memory = slots * _slot_bytes(config) + workers * _POLICY_BYTES[gpus > 0]
+    return _group(config, "shared", (ROLLOUT, POLICY), 1, cpus, gpus, memory)
 
 
 def _group(

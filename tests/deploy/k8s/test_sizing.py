@@ -105,3 +105,13 @@ def test_policy_workers_share_pods_evenly() -> None:
     found = {n: groups(policy_workers=n, policy_gpus=1, gpus_per_slot=1)["policy"] for n in (2, 8, 12)}
     assert [(g.pods, g.gpus) for g in found.values()] == [(1, 2), (1, 8), (2, 6)]
     assert found[8].memory - found[2].memory == 6 * 48 * 2**30
+
+
+def test_a_colocated_policy_shares_one_pod_with_all_slots() -> None:
+    shared = {"policy": "colocated", "gpus_per_slot": 0.6, "policy_gpus": 0.4, "policy_workers": 4}
+    found = groups(**shared, cpus_per_slot=2, policy_cpus=3)
+    assert list(found) == ["shared"]
+    assert (found["shared"].pods, found["shared"].gpus, found["shared"].cpus) == (1, 4, 20)
+    with pytest.raises(ConfigError, match="at most 8 GPUs"):
+        groups(num_servers=9, **shared)
+    assert groups(policy="colocated")["shared"].gpus == 0
