@@ -18,7 +18,8 @@ Who waits for whom:
   the drafter: training stops at the next micro-step when `generate` ends, or when work comes back to its slot.
 - `publish_drafter` waits for the verdict on rollouts that nobody trained on: only what is better than the served
   drafter goes out.
-- `train_step` waits for all rewards. Rollout servers are idle meanwhile; responses are strictly on-policy.
+- `train_step` waits for all rewards. Rollout servers are idle meanwhile; responses are strictly on-policy. A policy
+  that shares their GPUs has all slots from here until `load`.
 - `checkpoint` waits for nobody: the policy trainer copies its state and writes the copy while the next step generates.
 - `load` waits for every server to say that it serves exactly the published versions. A server that is lost does not
   hold up the others; it loads before it serves again.
