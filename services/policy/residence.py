@@ -30,8 +30,9 @@ class Residence:
         """Copy everything to host memory and give the device's memory back. Returns bytes."""
         assert not self.away
         owned = self._owned()
+        self._host = {storage._cdata: self._room_for(storage) for storage in owned}  # none of tensors that are gone
         for storage in owned:
-            self._copy_of(storage).copy_(_flat(storage), non_blocking=True)
+            self._host[storage._cdata].copy_(_flat(storage), non_blocking=True)
         self._settle()
         moved = sum(storage.nbytes() for storage in owned)
         for storage in owned:
@@ -61,11 +62,8 @@ class Residence:
         if not self.away:
             return tensor
         if isinstance(tensor, DTensor):
-            local = self.at_hand(tensor._local_tensor)
-            mesh, placements = tensor.device_mesh, tensor.placements
-            return DTensor.from_local(
-                local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-            )
+            # As FSDP2 makes those of its own offloading: `from_local` would copy the shard to the mesh's GPU.
+            return DTensor(self.at_hand(tensor._local_tensor), tensor._spec, requires_grad=False)
         host = self._host.get(tensor.untyped_storage()._cdata)
         if host is None:
             return tensor
@@ -82,11 +80,11 @@ class Residence:
                 found[storage._cdata] = storage
         return list(found.values())
 
-    def _copy_of(self, storage: torch.UntypedStorage) -> Tensor:
-        key, pinned = storage._cdata, self._device.type == "cuda"
-        if key not in self._host or self._host[key].nbytes != storage.nbytes():
-            self._host[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-        return self._host[key]
+    def _room_for(self, storage: torch.UntypedStorage) -> Tensor:
+        kept = self._host.get(storage._cdata)
+        if kept is not None and kept.nbytes == storage.nbytes():
+            return kept
+        return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
     def _settle(self) -> None:
         if self._device.type == "cuda":

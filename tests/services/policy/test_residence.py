@@ -104,6 +104,18 @@ def test_a_return_that_was_cut_short_goes_on_with_the_rest() -> None:
     assert first.tolist() == [1.0] * 4 and second.tolist() == [2.0] * 4
 
 
+def test_host_memory_of_tensors_that_are_gone_is_given_up() -> None:
+    """Their storages' addresses may be others' by then."""
+    tensors = [torch.ones(4), torch.full((4,), 2.0)]
+    house = Residence(lambda: tensors, CPU)
+    house.leave()
+    house.come_back()
+    tensors[1] = torch.full((8,), 3.0)
+    house.leave()
+    assert sorted(copy.nbytes for copy in house._host.values()) == [16, 32]
+    assert house.at_hand(tensors[1]).tolist() == [3.0] * 8
+
+
 def test_what_is_not_on_the_device_stays_where_it_is() -> None:
     tensor = torch.ones(3)
     house = Residence(lambda: [tensor], torch.device("cuda"))
