@@ -65,7 +65,7 @@ def worker_groups(config: ClusterConfig, slots_per_pod: int = 1) -> tuple[Group,
                 "leave slots per pod at 1"
             )
         if _all_on_one_gpu(config):
-            return (_shared(config),)
+            return (_shared(config, gpus=1),)
         slots_per_pod = int((1 + _ROUNDING) / place.gpus_per_slot)
     return _rollout(config, min(slots_per_pod, config.rollout.num_servers)), _policy(config)
 
@@ -107,13 +107,13 @@ def _colocated(config: ClusterConfig) -> Group:
             f"rollout.num_servers {config.rollout.num_servers}: slots with a colocated policy share one pod, which has "
             f"at most {_WORKERS_PER_POD} GPUs: lower it, or set placement.policy: split"
         )
-    return _shared(config)
+    place = config.placement
+    return _shared(config, config.rollout.num_servers if place.slots_lie_apart else _whole(place.policy_gpus))
 
 
-def _shared(config: ClusterConfig) -> Group:
+def _shared(config: ClusterConfig, gpus: int) -> Group:
     place, slots, workers = config.placement, config.rollout.num_servers, config.placement.policy_workers
     cpus = max(1, _whole(slots * place.cpus_per_slot + workers * place.policy_cpus))
-    gpus = _whole(slots * place.gpus_per_slot + workers * place.policy_gpus)
     memory = slots * _slot_bytes(config) + workers * _POLICY_BYTES[gpus > 0]
     return _group(config, "shared", (ROLLOUT, POLICY), 1, cpus, gpus, memory)
 

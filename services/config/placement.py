@@ -43,6 +43,14 @@ class PlacementConfig(Section):
     def colocated(self) -> bool:
         return self.policy == "colocated"
 
+    @property
+    def slots_lie_apart(self) -> bool:
+        """Whether no two slots can come to one GPU."""
+        return self.gpus_per_slot > 0.5
+
+    def _fit_one_gpu(self, slots: int) -> bool:
+        return slots * self.gpus_per_slot + self.policy_workers * self.policy_gpus <= 1 + ROUNDING
+
     def sharing_problems(self, slots: int) -> Iterator[str]:
         """Of a colocated policy."""
         both = self.gpus_per_slot + self.policy_gpus
@@ -60,6 +68,12 @@ class PlacementConfig(Section):
             yield (
                 f"placement.policy: colocated: gpus_per_slot and policy_gpus are {both:g} of a GPU, so that two "
                 "policy workers could come to one, which NCCL refuses: make them 1 together"
+            )
+        elif self.gpus_per_slot and not (self.slots_lie_apart or self._fit_one_gpu(slots)):
+            yield (
+                f"placement.policy: colocated: of {slots} slots of {self.gpus_per_slot:g} GPU two could come to one "
+                "GPU and a policy worker to another: raise gpus_per_slot above 0.5, for one to 0.6 and policy_gpus to "
+                "0.4, or lower both until all fit one GPU"
             )
         if self.gpus_per_slot and self.policy_workers > slots:
             yield (

@@ -112,6 +112,10 @@ def test_a_colocated_policy_shares_one_pod_with_all_slots() -> None:
     found = groups(**shared, cpus_per_slot=2, policy_cpus=3)
     assert list(found) == ["shared"]
     assert (found["shared"].pods, found["shared"].gpus, found["shared"].cpus) == (1, 4, 20)
+    fewer = groups(**shared | {"policy_workers": 1})["shared"]
+    assert fewer.gpus == 4, "slots of 0.6 have a GPU each, with a policy worker or without"
+    together = {"gpus_per_slot": 0.2, "policy_gpus": 0.2, "policy_workers": 1}
+    assert groups(policy="colocated", **together)["shared"].gpus == 1
     with pytest.raises(ConfigError, match="at most 8 GPUs"):
         groups(num_servers=9, **shared)
     assert groups(policy="colocated")["shared"].gpus == 0

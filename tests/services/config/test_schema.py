@@ -289,6 +289,8 @@ def test_policy_workers_on_cpus_and_gpus() -> None:
         (["policy_gpus: 0.5"], "shares a GPU between a slot and a policy worker", "or both to 0 for CPUs"),
         (["gpus_per_slot: 1", "policy_gpus: 0.5"], "more than the one GPU", "for one to 0.6 and 0.4"),
         (["gpus_per_slot: 0.3", "policy_gpus: 0.3", "policy_workers: 2"], "which NCCL refuses", "make them 1 together"),
+        (["gpus_per_slot: 0.4", "policy_gpus: 0.4"], "2 slots of 0.4 GPU two could come to one", "above 0.5"),
+        (["gpus_per_slot: 0.5", "policy_gpus: 0.5", "policy_workers: 2"], "could come to one", "above 0.5"),
         (["gpus_per_slot: 0.6", "policy_gpus: 0.4", "policy_workers: 3"], "more than the 2 slots", "num_servers"),
     ],
 )
@@ -304,6 +306,8 @@ def test_a_colocated_policy_needs_servers_that_let_go_and_weights_through_host_m
     (told,) = mistakes(*shared, "rollout.engine.release_memory=true", "weights.transport=collective")
     assert "weights.transport: object_store" in told
     assert mistakes(*shared, "rollout.engine.release_memory=true") == []
+    on_one = "placement={policy: colocated, gpus_per_slot: 0.3, policy_gpus: 0.3}"
+    assert mistakes(shared[0], on_one, "rollout.engine.release_memory=true") == [], "two slots and the policy on one"
     assert mistakes("placement={policy: colocated, policy_workers: 3}") == [], "CPUs are not shared like that"
     assert (
         mistakes(
