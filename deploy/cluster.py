@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from actors.clients import CONTROL, TRANSFERS, WORKERS
+from actors.clients import CONTROL, TRANSFERS, WORKERS, RayCall
 from actors.coordinator import CoordinatorActor
 from actors.drafter import DrafterActor
 from actors.policy import PolicyActor
@@ -75,11 +75,12 @@ def run_on_ray(
     inputs = load_inputs(config)
     watch = Watch(observer, on_drafter, config.coordinator.max_restarts, start.takeover, go_back)
     try:
-        with ray_session(config), actors(config, inputs, start) as handles:
+        with ray_session(config), _slots_and_actors(config, inputs, start) as (group, handles):
             meters = start_energy(handles, config.coordinator.start_timeout_s)
             meters.tell(handles["coordinator"])
             on_start(handles)
-            return watch.follow(handles["coordinator"], partial(_replaced, config, inputs, start, handles, meters))
+            another = partial(_replaced, config, inputs, start, group, handles, meters)
+            return watch.follow(handles["coordinator"], another)
     except KeyboardInterrupt:
         watch.finish_for("stopped", None)
         raise StopRequested("stopped before the run began or before it reached a safe point") from None
@@ -91,7 +92,13 @@ def run_on_ray(
 @contextmanager
 def actors(config: ClusterConfig, inputs: Inputs, start: Start | None = None) -> Iterator[Handles]:
     """Every actor of the run, constructed and answering."""
-    start = start or nameless_start()
+    with _slots_and_actors(config, inputs, start or nameless_start()) as (_, handles):
+        yield handles
+
+
+@contextmanager
+def _slots_and_actors(config: ClusterConfig, inputs: Inputs, start: Start) -> Iterator[tuple[Any, Handles]]:
+    """The slots' placement group, None where they ask for nothing, and the actors."""
     config, run_id = start.fitted(config), start.run_id
     await_names_free(run_id, config.coordinator.start_timeout_s)
     group = place_slots(config)
@@ -101,7 +108,7 @@ def actors(config: ClusterConfig, inputs: Inputs, start: Start | None = None) ->
         lenders = {p.slot for p in plans if p.borrows_gpu}
         lent = {slot: first_gpu(group, slot, config) for slot in sorted(s for s in lenders if s is not None)}
         if config.placement.colocated:  # it begins with its memory released, which servers then size theirs by
-            handles.update(_start_policy(config, start, slot_nodes(group)))
+            handles.update(_start_policy(config, start, _nodes(config, group)))
         for plan in (p for p in plans if p.name not in handles):
             handles[plan.name] = _start(plan, config, start, group, lent)
         # Last, so that of several that cannot start the coordinator, which waits for the others, is named last.
@@ -109,7 +116,7 @@ def actors(config: ClusterConfig, inputs: Inputs, start: Start | None = None) ->
         _await_all(handles, config.coordinator.start_timeout_s)
         if config.placement.colocated:
             require_shared(seats(handles, config.coordinator.start_timeout_s))
-        yield handles
+        yield group, handles
     finally:
         _stop_actors(handles)
         if group is not None:
@@ -118,11 +125,14 @@ def actors(config: ClusterConfig, inputs: Inputs, start: Start | None = None) ->
 
 @contextmanager
 def policy_alone(config: ClusterConfig) -> Iterator[Any]:
-    """The policy trainer, constructed and answering, without the rest of a run; it writes no checkpoints."""
+    """The policy trainer, able to train, without the rest of a run; it writes no checkpoints."""
     start = nameless_start()
     config = start.fitted(config)
     handles = _start_policy(config, start)
     try:
+        if config.placement.colocated:
+            switched = RayCall(handles["policy"].switch_memory.remote(False), "policy", "switch_memory")
+            switched.result(config.coordinator.call_timeout_s)
         yield handles["policy"]
     finally:
         _stop_actors(handles)
@@ -208,6 +218,7 @@ def _replaced(
     config: ClusterConfig,
     inputs: Inputs,
     start: Start,
+    group: Any,
     handles: Handles,
     meters: EnergyMeters,
     takeover: Takeover,
@@ -217,19 +228,17 @@ def _replaced(
     ray.kill(handles["coordinator"])
     if checkpoints is not None:
         ray.kill(handles["policy"])  # of a team, what is left of it
-        nodes = _nodes_of_slots(config, handles) if config.placement.colocated else ()
         again = replace(start, checkpoints=checkpoints)
-        handles.update(_start_policy(config, again, nodes, f"-{takeover.incarnation}"))
+        handles.update(_start_policy(config, again, _nodes(config, group), f"-{takeover.incarnation}"))
     handles["coordinator"] = coordinator = start_coordinator(config, inputs, start.run_id, handles, takeover)
     _await_all({"coordinator": coordinator}, config.coordinator.start_timeout_s)
     meters.tell(coordinator)
     return coordinator
 
 
-def _nodes_of_slots(config: ClusterConfig, handles: Handles) -> list[str]:
-    servers = {name: handle for name, handle in handles.items() if name.startswith("rollout-")}
-    placed = seats(servers, config.coordinator.start_timeout_s)
-    return [placed[f"slot {slot}"].node for slot in range(config.rollout.num_servers)]
+def _nodes(config: ClusterConfig, group: Any) -> list[str]:
+    """Where a colocated policy's workers have to be."""
+    return slot_nodes(group, config.coordinator.start_timeout_s) if config.placement.colocated else []
 
 
 def remote_class(kind: str, config: ClusterConfig) -> Any:

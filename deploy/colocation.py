@@ -7,6 +7,7 @@ fullest one that has room. Where other GPUs are in reach it may still choose one
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,16 +16,26 @@ from ray.util.placement_group import placement_group_table
 from actors.energy import GpuSeat
 from services.config.schema import ClusterConfig
 from services.coordinator.energy import POLICY
-from services.core.errors import ConfigError
+from services.core.errors import ConfigError, WaitTimeoutError
 
 NODE_LABEL = "ray.io/node-id"
+LOOK_S = 0.5  # between two looks at where slots are: Ray tells nobody
 
 
-def slot_nodes(group: Any) -> list[str]:
-    """The Ray node of each slot; empty where slots ask for nothing and are anywhere."""
+def slot_nodes(group: Any, timeout_s: float) -> list[str]:
+    """The Ray node of each slot, once a slot whose machine was lost has another; empty where slots ask for nothing and
+    are anywhere. Raises WaitTimeoutError."""
     if group is None:
         return []
-    nodes: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    give_up_s = time.monotonic() + timeout_s
+    while (table := placement_group_table(group))["state"] != "CREATED":
+        if time.monotonic() >= give_up_s:
+            raise WaitTimeoutError(
+                f"a slot whose machine was lost found no other within {timeout_s:.0f} s, and a colocated policy needs "
+                "all slots: add a machine, or lower rollout.num_servers"
+            )
+        time.sleep(LOOK_S)
+    nodes: Mapping[int, str] = table["bundles_to_node_id"]
     return [nodes[slot] for slot in sorted(nodes)]
 
 

@@ -39,8 +39,9 @@ def test_made_up_batches_are_what_they_should_be() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_the_trainer_alone_trains_and_publishes() -> None:
-    config = config_of("pocket-tiny", ["policy.threads=1"])
+@pytest.mark.parametrize("policy", ["split", "colocated"])
+def test_the_trainer_alone_trains_and_publishes(policy: str) -> None:
+    config = config_of("pocket-tiny", ["policy.threads=1", f"placement.policy={policy}"])
     result = run_bench(config, Workload(2, 4, 8, 30, 100), repeats=2)
     assert result["tokens_per_s"] > 0 and result["publish_s"] > 0 and result["model_flops_utilisation"] is None
     assert result["step_s_spread"][0] <= result["step_s"] <= result["call_s"] + 0.05

@@ -19,7 +19,7 @@ def test_each_worker_goes_to_its_slots_machine() -> None:
 def test_without_gpus_there_is_nothing_to_share() -> None:
     config = load_config(overrides=["placement={policy: colocated, policy_workers: 2}"])
     assert worker_selectors(config, ["n1", "n2"]) == []
-    assert slot_nodes(None) == []
+    assert slot_nodes(None, 1.0) == []
 
 
 def test_a_policy_on_the_slots_gpus_is_as_it_should_be() -> None:
