@@ -14,6 +14,8 @@ from typing import Any
 
 from services.coordinator.assembly import Parts
 from services.coordinator.drafting import Drafting
+from services.coordinator.leases import HELD
+from services.core.errors import GpuMemoryError
 from services.core.protocols import Pending, PolicyClient
 from services.core.types import MemorySwitch, SlotState
 
@@ -37,6 +39,7 @@ class Turns:
         self._drafting.finish()
         self._trainers.settle()
         self._fleet.lend()
+        assert not self._leases.in_state(*HELD), "a slot is held by somebody else in the policy's turn"
         for slot in self._leases.in_state(SlotState.IDLE):
             self._leases.change(slot, SlotState.POLICY, self._leases[slot].epoch, self._clock())
         self._switch(release=False)
@@ -55,6 +58,15 @@ class Turns:
             self._leases.renew(slot, self._leases[slot].epoch, self._clock())
 
     def _switch(self, release: bool) -> None:
-        switch: MemorySwitch | None = self._ask(self._policy.switch_memory(release))
+        try:
+            switch: MemorySwitch | None = self._ask(self._policy.switch_memory(release))
+        except GpuMemoryError as error:
+            lost = self._leases.in_state(SlotState.LOST)
+            if not lost:
+                raise
+            slots = ", ".join(str(slot) for slot in lost)
+            raise GpuMemoryError(
+                f"{error}; servers that fell silent may hold memory of their GPUs still, of the lost slots {slots}"
+            ) from error
         if switch is not None:
             self._telemetry.switched(switch)

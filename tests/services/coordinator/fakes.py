@@ -242,6 +242,7 @@ class FakeDrafter:
     snapshot_s: float = 0.0
     prepared: list[int] = field(default_factory=list)  # micro-steps of the states
     begun: list[tuple[int, bool]] = field(default_factory=list)  # micro-steps of the state, and whether it was held
+    before_train: Callable[[], None] = lambda: None
 
     def lose_made(self) -> None:
         """The machine is gone, and so is what lay there."""
@@ -278,6 +279,7 @@ class FakeDrafter:
     def train(self, budget_s: float, epoch: int) -> DrafterProgress:
         if epoch != self.epoch:
             raise StaleEpochError("old")
+        self.before_train()
         assert self.state is not None and self.head is not None
         steps = 2 if self.chunks and self.interrupted != epoch else 0
         self.clock.now += budget_s

@@ -1,4 +1,5 @@
-"""A policy on the slots' GPUs. The fakes complain when both sides have their memory, or work without it."""
+"""A policy on the slots' GPUs. The fakes complain when both sides have their memory, or work without it, and when a
+drafter trains in the policy's turn."""
 
 from __future__ import annotations
 
@@ -124,3 +125,42 @@ def test_a_policy_that_finds_no_room_ends_the_run_with_its_remedy() -> None:
     with pytest.raises(GpuMemoryError, match="mem_fraction"):
         world.coordinator.run()
     assert world.observer.summaries[-1]["status"] == "failed"
+
+
+def test_servers_that_fell_silent_are_named_where_the_policy_finds_no_room() -> None:
+    """Their processes are there, as far as anybody knows, and so is what they held."""
+    world = colocated(coordinator={"call_timeout_s": 5.0})
+
+    def refuse(release: bool) -> None:
+        if not release:
+            raise GpuMemoryError("no room")
+
+    def silence(view: Any) -> None:
+        if view.phase == "policy" and world.servers[1].instance is not None:
+            world.servers[1].kill()
+
+    world.policy.instance.switch_memory = refuse
+    world.observer.watch = silence
+    with pytest.raises(GpuMemoryError, match=r"no room; servers that fell silent .* of the lost slots 1$"):
+        world.coordinator.run()
+
+
+def test_drafters_train_in_the_servers_turns_alone() -> None:
+    """Also those that are in the middle of a micro-step when the last response is there: here they answer last then."""
+    world = colocated(drafter={"training": {"when": "always"}}, run={"steps": 6, "eval_prompts": 4})
+    fair, others = world.host._run_one, [s for s in world.host.services if s not in world.drafters]
+    late: list[int] = []
+
+    def run_one() -> bool:
+        if world.coordinator.latest().phase not in ("reward", "policy"):
+            return fair()
+        late.append(sum(len(d.queued) for d in world.drafters))
+        return any(s.execute_next() for s in [*others, *world.drafters])
+
+    world.host._run_one = run_one  # type: ignore[method-assign]
+    world.coordinator.run()
+    assert any(late) and sum(d.instance.micro_steps_done for d in world.drafters) > 0
+    for slot in ("slot 0", "slot 1"):
+        mine = [s for s in world.observer.spans if s.slot == slot]
+        turns, trained = ([s for s in mine if s.role == role] for role in ("policy", "drafting"))
+        assert turns and all(t.end_s <= p.start_s or t.start_s >= p.end_s for t in trained for p in turns)

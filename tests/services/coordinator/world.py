@@ -132,7 +132,7 @@ class World:
         self.servers = [
             LocalService(f"rollout-{i}", lambda i=i: FakeRollout(i, self.clock, capacity), host) for i in slots
         ]
-        self.drafters = [LocalService(f"drafter-{i}", lambda i=i: FakeDrafter(i, self.clock), host) for i in slots]
+        self.drafters = [LocalService(f"drafter-{i}", lambda i=i: self._new_drafter(i), host) for i in slots]
         self.policy = LocalService("policy", self._new_policy, host)
         self.reward = LocalService("reward", FakeReward, host)
         self.observer = Recorder()
@@ -147,6 +147,16 @@ class World:
         )
         self.inputs = Inputs(make_prompts(train_prompts), make_prompts(8, 1000), SAMPLING)
         self.coordinator = Coordinator(config, self.inputs, self.services, self.observer, self.clock)
+
+    def _new_drafter(self, slot: int) -> FakeDrafter:
+        drafter = FakeDrafter(slot, self.clock)
+        if self.config.placement.colocated:
+            drafter.before_train = self._away
+        return drafter
+
+    def _away(self) -> None:
+        policy = self.policy.instance
+        assert policy is None or policy.released, "a drafter trains on a GPU whose memory the policy has"
 
     def _new_policy(self) -> FakePolicy:
         if not self.config.placement.colocated:
