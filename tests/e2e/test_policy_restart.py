@@ -82,8 +82,13 @@ class Outcome:
         return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two workers"])
+@pytest.fixture(
+    scope="module",
+    params=[(1, "split"), (2, "split"), (1, "colocated")],
+    ids=["one process", "two workers", "one that shares the slots"],
+)
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
+    workers, policy = request.param
     place: Path = tmp_path_factory.mktemp("run")
     run = {"dir": str(place / "runs"), "steps": STEPS, "eval_prompts": 4, "compare_prompts": 0, "checkpoint_every": 2}
     config = tiny_run(
@@ -91,10 +96,10 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         place,
         run=run,
         policy={"threads": 1, "zero_variance": "keep"},
-        placement={"policy_workers": request.param},
+        placement={"policy_workers": workers, "policy": policy},
         coordinator={"start_timeout_s": 300.0},
     )
-    folder, killer = Watched(config), Killer(request.param)
+    folder, killer = Watched(config), Killer(workers)
     folder.killer = killer
     start = start_of(config, folder)
     summary = run_on_ray(config, folder, on_start=killer.learn, start=start, go_back=go_back_in(folder))
