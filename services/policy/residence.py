@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from services.models.device import free_cache
+from services.policy.sharding import like_shards_of
 
 
 class Residence:
@@ -62,8 +63,7 @@ class Residence:
         if not self.away:
             return tensor
         if isinstance(tensor, DTensor):
-            # As FSDP2 makes those of its own offloading: `from_local` would copy the shard to the mesh's GPU.
-            return DTensor(self.at_hand(tensor._local_tensor), tensor._spec, requires_grad=False)
+            return like_shards_of(tensor, self.at_hand(tensor._local_tensor))
         host = self._host.get(tensor.untyped_storage()._cdata)
         if host is None:
             return tensor

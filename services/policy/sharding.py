@@ -38,7 +38,11 @@ def placed_like(parameter: Tensor, value: Tensor) -> Tensor:
     """A copy of the whole `value`, sharded and placed as `parameter` is; no worker waits for another."""
     if not isinstance(parameter, DTensor):
         return value.to(parameter.device, copy=True)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    own = distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()
-    own = own.to(parameter.to_local().device, copy=True)
-    return DTensor.from_local(own, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    own = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+    return like_shards_of(parameter, own.to(parameter.to_local().device, copy=True))
+
+
+def like_shards_of(tensor: DTensor, own: Tensor) -> DTensor:
+    """This worker's shard `own` of something laid out as `tensor`, on the device where it is: `from_local` would copy
+    it to the mesh's GPU, where what is offloaded to host memory must not be."""
+    return DTensor(own, tensor._spec, requires_grad=False)

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from services.config.policy import Cispo, CorrectionConfig, Dapo, DrGrpo, Grpo, Gspo, Rloo
+from services.policy.sharding import like_shards_of
 from services.policy.team import ALONE, Team
 from tests.services.policy.teams import Case, Outcome, batch, in_team, new_trainer, outcome_of
 
@@ -142,3 +146,14 @@ def test_a_run_goes_on_with_another_number_of_workers(
     third.load_state(two.state, 2)
     assert all(torch.equal(t, two.state[n]) for n, t in third.state().items())
     assert third.train_step(batch(3)).report.policy_version == 3
+
+
+def test_shards_in_host_memory_of_gpus_stay_there() -> None:
+    """Of a policy that left its GPU, and of offloaded weights into which a checkpoint is read. `from_local` wants a GPU
+    here."""
+    mesh = DeviceMesh("cuda", torch.arange(1), _init_backend=False, _rank=0)
+    value = torch.arange(6.0).reshape(2, 3)
+    layout = DTensorSpec(mesh, (Shard(0),), TensorMeta(value.shape, value.stride(), value.dtype))
+    found = like_shards_of(DTensor(torch.zeros(2, 3), layout, requires_grad=False), value)
+    assert found.to_local().device.type == "cpu" and torch.equal(found.to_local(), value)
+    assert (found.shape, found.placements, found.device_mesh) == (value.shape, layout.placements, mesh)
