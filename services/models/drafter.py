@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from services.models.layers import Attend, ModelSpec
+from services.models.layers import Attend, ModelSpec, at_least_float32
 
 LAYER_PREFIX = "layers.0."
 OWN_HEAD = "lm_head.weight"
@@ -67,8 +67,8 @@ class DraftHead:
     ids: Tensor | None = None
 
     def logits(self, predicted: Tensor) -> Tensor:
-        """[...,H] -> float32 [...,D]."""
-        return F.linear(predicted, self.weight).float()
+        """[...,H] -> [...,D] in float32, or float64 where the weights are."""
+        return at_least_float32(F.linear(predicted, self.weight))
 
 
 class DraftNetwork(Protocol):

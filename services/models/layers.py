@@ -160,6 +160,10 @@ class RopeTable:
         return self.cos[positions], self.sin[positions]
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [B,Q,heads,D]; `sin` carries the sign of rotate-half."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

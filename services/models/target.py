@@ -19,6 +19,7 @@ from services.models.layers import (
     LayerWeights,
     ModelSpec,
     RopeTable,
+    at_least_float32,
     decoder_layer,
     decoding_layout,
     layer_for_decoding,
@@ -145,5 +146,5 @@ class TargetModel:
         return rms_norm(x, (self.spec.hidden_size,), w.norm, self.spec.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [...,H] -> float32 logits [...,V]."""
-        return F.linear(hidden, self.weights.head).float()
+        """hidden [...,H] -> logits [...,V] in float32, or float64 where the weights are."""
+        return at_least_float32(F.linear(hidden, self.weights.head))

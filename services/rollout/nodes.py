@@ -46,6 +46,6 @@ def node_logprobs(rows: Rows, draft: Draft, sampling: SamplingTensors) -> Tensor
     hidden = target.forward(ids[row, node][None], positions[row, node][None], packed, at[None], mask)[0]
     rows.hidden[row, at] = hidden
     logits = process_logits(target.logits(hidden), sampling.take(row * nodes + node))
-    out = torch.full((*offered.shape, logits.shape[-1]), -torch.inf, device=logits.device)
+    out = torch.full((*offered.shape, logits.shape[-1]), -torch.inf, dtype=logits.dtype, device=logits.device)
     out[row, node] = logits.log_softmax(-1)
     return out

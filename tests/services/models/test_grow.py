@@ -27,7 +27,7 @@ from services.models.kv import KVStore
 from services.models.layers import RopeTable, model_spec
 from services.models.methods import drafter_method
 from services.models.target import target_names
-from tests.services.models.tiny import CPU, FAMILIES, causal_mask, spec_of, tensors_of, tiny_model
+from tests.services.models.tiny import CPU, FAMILIES, causal_mask, in_float64, spec_of, tensors_of, tiny_model
 
 torch.set_num_threads(1)
 VOCAB = 24
@@ -66,17 +66,6 @@ def grow_in_memory(model: PreTrainedModel, growth: Growth) -> PreTrainedModel:
     assert not found.unexpected_keys and set(found.missing_keys) <= {"lm_head.weight"}
     grown.tie_weights()
     return grown
-
-
-def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """All of it: transformers' own norms round to float32 whatever the model's number format is."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child).__name__.endswith("RMSNorm"):
-                norm = torch.nn.RMSNorm(child.weight.shape, child.variance_epsilon)
-                norm.weight = child.weight
-                setattr(module, name, norm)
-    return model.double().eval()
 
 
 @st.composite

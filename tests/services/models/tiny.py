@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import lru_cache
 from typing import Any
 
@@ -44,6 +45,18 @@ def tiny_model(kind: str, vocab: int = 32, seed: int = 0, peak: float = 1.0, **e
     return model.requires_grad_(False)
 
 
+def in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy, all of it: transformers' own norms round to float32 whatever the model's number format is."""
+    model = copy.deepcopy(model)
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__.endswith("RMSNorm"):
+                norm = torch.nn.RMSNorm(child.weight.shape, child.variance_epsilon)
+                norm.weight = child.weight
+                setattr(module, name, norm)
+    return model.double().eval()
+
+
 def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """What a publisher sends: state dict under Hugging Face names, a tied head left out."""
     tied = model.config.tie_word_embeddings
@@ -55,7 +68,7 @@ def spec_of(model: PreTrainedModel) -> ModelSpec:
 
 
 def tiny_target(model: PreTrainedModel, columns: int = 400, load: bool = True) -> TargetModel:
-    target = TargetModel(spec_of(model), columns, CPU, torch.float32)
+    target = TargetModel(spec_of(model), columns, CPU, model.dtype)
     if load:
         target.load(tensors_of(model))
     return target

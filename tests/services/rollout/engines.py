@@ -126,7 +126,7 @@ def make_engine(
     capture_bytes: int = 0,
 ) -> NativeEngine:
     options = EngineOptions(rows, max_len, 16, threshold, index or SuffixIndex(100_000), capture_bytes=capture_bytes)
-    target = target_class(spec_of(model), max_len + options.spare_columns, CPU, torch.float32)
+    target = target_class(spec_of(model), max_len + options.spare_columns, CPU, model.dtype)
     chosen = Fixed(selector) if isinstance(selector, DraftStrategy) else selector
     engine = engine_class(target, options, chosen, decode, ticking())
     if load:
