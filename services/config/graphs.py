@@ -1,4 +1,5 @@
-"""Which CUDA graphs an SGLang engine captures when its selector has several strategies to choose from."""
+"""Which CUDA graphs an engine captures: SGLang when its selector has several strategies to choose from, the native
+one for all of them, as they are needed."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ class GraphsConfig(Section):
     where SGLang has such sizes (1: all that it would capture): below that limit the rows that fill a batch up to the
     next size cost next to nothing, while every graph takes its memory. Strategies that would bring all graphs beyond
     `memory_bytes` are left out, the deepest first; the deepest of all, with which SGLang starts, and OFF always stay.
+    The native engine has its own batch sizes, and runs without a graph what it has none for.
     """
 
     max_nodes: int = Field(384, ge=1)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.config.graphs import GraphsConfig
 from services.core.errors import RequestError, WeightError
 from services.core.protocols import Clock
 from services.core.selector import SelectorState
@@ -30,6 +31,7 @@ from services.core.types import (
 from services.models.hidden import HiddenStates
 from services.models.sampling import SamplingTensors, check_sampling, sampling_tensors, uniforms
 from services.models.target import TargetModel, check_names, target_names
+from services.rollout.captured import cuda_graphs
 from services.rollout.choices import FORCED, ChoiceLog
 from services.rollout.eagle import CATCH_UP_CHUNK
 from services.rollout.kept import KeptStates
@@ -63,6 +65,8 @@ class EngineOptions:
     server: str = "rollout-0"
     place: str = ""
     capture_bytes: int = 0
+    graphs: GraphsConfig | None = None  # CUDA graphs of the target's pass
+    graph_nodes: tuple[int, ...] = (1,)  # num_draft_tokens of the strategies that they are for
 
     @property
     def spare_columns(self) -> int:
@@ -95,6 +99,7 @@ class NativeEngine:
         self._choices = ChoiceLog()
         self._proposer = Proposer(self._rows, options.suffix_index, self._watch)
         self._kept = KeptStates(options.capture_bytes)
+        self.graphs = None if options.graphs is None else cuda_graphs(self._rows, options.graphs, options.graph_nodes)
         self.last_strategy = OFF
         self.prefilled = 0, 0.0
 
@@ -313,7 +318,7 @@ class NativeEngine:
     def _verify(self, draft: Draft) -> tuple[Verified, Tensor]:
         """Target over all nodes, then verification. Also returns log-probabilities [B,Q,V], processed."""
         nodes = draft.shape.num_nodes
-        logprobs = node_logprobs(self._rows, draft, self._row_sampling(nodes))
+        logprobs = node_logprobs(self._rows, draft, self._row_sampling(nodes), self.graphs)
         numbers, threshold = self._uniforms(nodes), self._options.accept_threshold
         if draft.shape.is_chain:
             probs = logprobs.exp()

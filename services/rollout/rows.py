@@ -40,7 +40,11 @@ class Rows:
 
     def row_index(self) -> Tensor:
         """[count,1], for gathers along columns."""
-        return self._index[: self.count]
+        return self.index_of(self.count)
+
+    def index_of(self, count: int) -> Tensor:
+        """[count,1] of the first rows, in use or not."""
+        return self._index[:count]
 
     def longest(self) -> int:
         """Known tokens of the longest row."""
