@@ -1,11 +1,13 @@
 """The target's pass over the nodes of all rows, run as it stands or replayed from a CUDA graph of a size that holds it.
 
 A graph reads fixed addresses: the inputs are copied into its own, the rows' stores never move, and a load of weights
-writes into the tensors that are there. Padding rows are rows that no request has: what they write is nobody's.
+writes into the tensors that are there. Padding rows are rows that no request has: what they write is nobody's. What
+capturing writes goes to the last columns, which no token of a request reaches.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -18,7 +20,7 @@ from services.config.graphs import GraphsConfig
 from services.core.errors import ConfigError
 from services.rollout.graphs import GraphBook, GraphPart, GraphSizes, PassSize
 from services.rollout.memory import GpuMemory, gpu_memory, taken_since
-from services.rollout.rows import Rows, tail_mask
+from services.rollout.rows import Rows, causal_table, tail_mask
 
 
 class PassInputs(NamedTuple):
@@ -66,6 +68,17 @@ def padded(given: PassInputs, size: PassSize) -> PassInputs:
     )
 
 
+def scratch(rows: Rows, size: PassSize) -> PassInputs:
+    """Inputs of this size that leave all requests as they are: `size.nodes` in a row in the last columns."""
+    device, columns = rows.target.device, rows.tokens.shape[1]
+    return PassInputs(
+        torch.zeros(size.batch, size.nodes, dtype=torch.long, device=device),
+        torch.full((size.batch,), columns - size.nodes, device=device),
+        torch.arange(size.nodes, device=device),
+        causal_table(size.nodes, rows.target.dtype, device).clone(),
+    )
+
+
 class CudaCapture:
     """All graphs share one pool of memory: they never run at the same time."""
 
@@ -104,8 +117,10 @@ class PassGraphs:
         memory_bytes: int,
         capture: Capture,
         memory: Callable[[], GpuMemory] = gpu_memory,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._rows, self._sizes, self._capture, self._memory = rows, sizes, capture, memory
+        self._rows, self._sizes, self._capture = rows, sizes, capture
+        self._memory, self._say = memory, say
         self._book = GraphBook(memory_bytes)
         self._captured: dict[PassSize, _Captured] = {}
         self.replayed = 0  # passes
@@ -120,31 +135,43 @@ class PassGraphs:
         size = self._sizes.covering(batch, nodes, context)
         if size is None:
             return None
-        whole = padded(given, size)
-        if size not in self._captured:
-            if not self._book.asked(size):
-                return None
-            self._add(size, whole)
-        found = self._captured[size]
-        for own, new in zip(found.inputs, whole, strict=True):
+        found = self._captured.get(size)
+        if found is None:
+            self._book.asked(size)
+            return None
+        for own, new in zip(found.inputs, padded(given, size), strict=True):
             own.copy_(new)
         self.replayed += 1
         return found.replay()[:batch, :nodes]
 
-    def _add(self, size: PassSize, inputs: PassInputs) -> None:
-        before, began_s = self._memory(), time.perf_counter()
+    @torch.no_grad()
+    def capture_due(self) -> None:
+        """Of the sizes that came again. Between rounds: what it costs is no part of any strategy's time."""
+        while (size := self._book.due()) is not None:
+            self._add(size)
+
+    def _add(self, size: PassSize) -> None:
+        before, began_s, inputs = self._memory(), time.perf_counter(), scratch(self._rows, size)
         replay = self._capture(lambda given: target_pass(self._rows, given, size.columns), inputs)
         self._captured[size] = _Captured(inputs, replay)
         seconds = time.perf_counter() - began_s
-        self._book.captured(size, taken_since(before, self._memory()), seconds)
+        taken = taken_since(before, self._memory())
+        self._book.captured(size, taken, seconds)
+        parts = ", ".join(f"{p.device_bytes / 2**20:.0f} MiB for {p.nodes} nodes" for p in self.parts())
+        self._say(f"CUDA graph of {size.batch} rows x {size.nodes} nodes, {size.columns} columns; graphs take {parts}")
 
 
-def cuda_graphs(rows: Rows, config: GraphsConfig, nodes: Sequence[int]) -> PassGraphs:
-    """For strategies of so many nodes each. ConfigError where the target is not on a CUDA device."""
+def cuda_graphs(rows: Rows, config: GraphsConfig, nodes: Sequence[int], server: str) -> PassGraphs:
+    """For strategies of so many nodes each; `server` tells on stderr what is captured. ConfigError where the target is
+    not on a CUDA device."""
+
+    def say(line: str) -> None:
+        print(f"{server}: {line}", file=sys.stderr, flush=True)
+
     if rows.target.device.type != "cuda":
         raise ConfigError(
             f"rollout.engine.graphs needs a CUDA device, and the model is on {rows.target.device.type}: leave it out"
         )
     max_running, max_columns = rows.tokens.shape
     sizes = GraphSizes(max_running, max_columns, tuple(nodes), config.max_nodes, config.step)
-    return PassGraphs(rows, sizes, config.memory_bytes, CudaCapture())
+    return PassGraphs(rows, sizes, config.memory_bytes, CudaCapture(), say=say)

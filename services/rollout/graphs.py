@@ -7,13 +7,15 @@ are captured as they are needed, and strategies with as many nodes share them: t
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 LEAST_COLUMNS, COLUMN_STEP = 256, 2.0
-# Capturing takes about as long as a dozen passes: a size that came once and again will come more often.
-CAPTURE_AFTER = 3
+# Twice: a size that came once and again will come more often. Calibration counts the better of two rounds behind one
+# that warms up, so the second of them has its graph.
+CAPTURE_AFTER = 2
 
 
 class PassSize(NamedTuple):
@@ -73,17 +75,28 @@ def _at_least(rising: Iterable[int], least: int) -> int | None:
 
 
 class GraphBook:
-    """Which sizes were asked for and what the captured ones took: no further one when they hold `memory_bytes`."""
+    """Which sizes were asked for and what the captured ones took: no further one when they hold `memory_bytes`. The
+    last one can exceed it by what it takes beyond the estimate; for the first one there is no estimate."""
 
     def __init__(self, memory_bytes: int) -> None:
         self._memory_bytes = memory_bytes
         self._asked: dict[PassSize, int] = {}
+        self._due: deque[PassSize] = deque()
         self._parts: dict[PassSize, GraphPart] = {}
 
-    def asked(self, size: PassSize) -> bool:
-        """A pass of this size, which has no graph yet, is about to run: whether to capture it now."""
+    def asked(self, size: PassSize) -> None:
+        """A pass of this size ran without a graph."""
         self._asked[size] = self._asked.get(size, 0) + 1
-        return self._asked[size] >= CAPTURE_AFTER and self.affords(size)
+        if self._asked[size] == CAPTURE_AFTER:
+            self._due.append(size)
+
+    def due(self) -> PassSize | None:
+        """The next one to capture. One that the memory is too small for is not named again."""
+        while self._due:
+            size = self._due.popleft()
+            if self.affords(size):
+                return size
+        return None
 
     def affords(self, size: PassSize) -> bool:
         """If the memory of a graph grows with its nodes times its columns, as that of the largest one did."""

@@ -31,7 +31,7 @@ from services.core.types import (
 from services.models.hidden import HiddenStates
 from services.models.sampling import SamplingTensors, check_sampling, sampling_tensors, uniforms
 from services.models.target import TargetModel, check_names, target_names
-from services.rollout.captured import cuda_graphs
+from services.rollout.captured import PassGraphs, cuda_graphs
 from services.rollout.choices import FORCED, ChoiceLog
 from services.rollout.eagle import CATCH_UP_CHUNK
 from services.rollout.kept import KeptStates
@@ -99,7 +99,9 @@ class NativeEngine:
         self._choices = ChoiceLog()
         self._proposer = Proposer(self._rows, options.suffix_index, self._watch)
         self._kept = KeptStates(options.capture_bytes)
-        self.graphs = None if options.graphs is None else cuda_graphs(self._rows, options.graphs, options.graph_nodes)
+        self.graphs: PassGraphs | None = None
+        if options.graphs is not None:
+            self.graphs = cuda_graphs(self._rows, options.graphs, options.graph_nodes, options.server)
         self.last_strategy = OFF
         self.prefilled = 0, 0.0
 
@@ -241,6 +243,8 @@ class NativeEngine:
         self._admit()
         if not self._requests:
             return []
+        if self.graphs is not None:
+            self.graphs.capture_due()
         started_s = self._clock()
         self._watch.start()
         view = self._view()
@@ -326,17 +330,8 @@ class NativeEngine:
         verified = verify_tree(
             logprobs.exp(), draft.tokens, draft.probs, draft.lengths, draft.shape, numbers, threshold
         )
-        self._compact(self._rows.base(), verified)
+        self._rows.compact(verified.path)
         return verified, logprobs
-
-    def _compact(self, base: Tensor, verified: Verified) -> None:
-        """Move the accepted tree path to the columns right behind the root. Columns past the accepted tokens receive
-        copies of the last accepted node: rubbish behind the row's length, covered by the next write."""
-        rows = self._rows
-        source = base[:, None] + verified.path
-        target = base[:, None] + 1 + torch.arange(verified.path.shape[1], device=base.device)
-        rows.kv.gather(rows.row_index(), source, target)
-        rows.hidden[rows.row_index(), target] = rows.hidden[rows.row_index(), source]
 
     def _commit(self, draft: Draft, verified: Verified, logprobs: Tensor) -> tuple[int, list[Rollout]]:
         """Append what was verified to each row, up to its first stop; close rows that ended."""
