@@ -1,4 +1,5 @@
-"""Which CUDA graphs an SGLang engine captures when its selector has several strategies to choose from."""
+"""Which CUDA graphs an engine captures: SGLang when its selector has several strategies to choose from, the native
+one for all of them, as they are needed."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ class GraphsConfig(Section):
     memory: there neighbouring sizes differ by the factor `step` at most, where SGLang has such sizes. Beyond, every row
     costs its share, and all sizes are captured that SGLang would capture. Strategies that would bring all graphs beyond
     `memory_bytes` are left out, the deepest first; the deepest of all, with which SGLang starts, and OFF always stay.
+    The native engine has batch sizes of its own, up to `free_nodes`, and runs without a graph what it has none for:
+    beyond, launching kernels one by one is the smaller part.
     """
 
     max_nodes: int = Field(2048, ge=1)

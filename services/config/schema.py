@@ -88,6 +88,7 @@ class NativeEngine(Section):
     threads: int = Field(1, ge=1)
     # Host memory for hidden states (drafter.states: engine) until they are taken: the oldest make way.
     capture_bytes: int = Field(256 * 2**20, ge=2**20)
+    graphs: GraphsConfig | None = None  # CUDA graphs of the target's pass ({}: with the defaults); null: none
 
 
 class SGLangEngine(Section):

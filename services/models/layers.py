@@ -7,7 +7,7 @@ Shapes: B rows, Q query positions per row, N heads, M key/value heads, D head si
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -139,6 +139,19 @@ def decoding_layout(weight: Tensor) -> Tensor:
 def layer_for_decoding(w: LayerWeights) -> LayerWeights:
     qkv, out, gate_up, down = map(decoding_layout, (w.qkv, w.out, w.gate_up, w.down))
     return replace(w, qkv=qkv, out=out, gate_up=gate_up, down=down)
+
+
+def copy_into(own: Any, new: Any) -> None:
+    """The numbers of `new` in the tensors of `own`, a record or tuple of the same structure: captured CUDA graphs hold
+    their addresses."""
+    if isinstance(own, Tensor):
+        own.copy_(new)
+    elif isinstance(own, tuple):
+        for a, b in zip(own, new, strict=True):
+            copy_into(a, b)
+    elif is_dataclass(own):
+        for field in fields(own):
+            copy_into(getattr(own, field.name), getattr(new, field.name))
 
 
 def _per_head(q_norm: Tensor, k_norm: Tensor, spec: ModelSpec) -> Tensor:

@@ -20,6 +20,7 @@ from services.models.layers import (
     ModelSpec,
     RopeTable,
     at_least_float32,
+    copy_into,
     decoder_layer,
     decoding_layout,
     layer_for_decoding,
@@ -113,7 +114,7 @@ class TargetModel:
         # clone: in one process the trainer goes on writing into the tensors it published
         moved = {k: v.detach().to(self.device, self.dtype, copy=True) for k, v in given.items()}
         embed = moved["model.embed_tokens.weight"]
-        self._weights = TargetWeights(
+        fresh = TargetWeights(
             embed=embed,
             layers=tuple(
                 layer_for_decoding(layer_weights(moved, f"model.layers.{n}.", self.spec, input_norm=True))
@@ -122,6 +123,10 @@ class TargetModel:
             norm=moved["model.norm.weight"],
             head=decoding_layout(embed if self.spec.tied else moved["lm_head.weight"]),
         )
+        if self._weights is None:
+            self._weights = fresh
+        else:
+            copy_into(self._weights, fresh)
 
     @torch.no_grad()
     def forward(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.config.graphs import GraphsConfig
 from services.core.errors import WeightError
 from services.core.protocols import Clock
 from services.core.selector import SelectorState
@@ -30,6 +31,7 @@ from services.core.types import (
 from services.models.hidden import HiddenStates
 from services.models.sampling import SamplingTensors, check_sampling, sampling_tensors, uniforms
 from services.models.target import TargetModel, check_names, target_names
+from services.rollout.captured import cuda_graphs
 from services.rollout.choices import FORCED, ChoiceLog
 from services.rollout.eagle import CATCH_UP_CHUNK
 from services.rollout.kept import KeptStates
@@ -63,6 +65,8 @@ class EngineOptions:
     server: str = "rollout-0"
     place: str = ""
     capture_bytes: int = 0
+    graphs: GraphsConfig | None = None  # CUDA graphs of the target's pass
+    graph_nodes: tuple[int, ...] = (1,)  # num_draft_tokens of the strategies that they are for
 
     @property
     def spare_columns(self) -> int:
@@ -95,6 +99,8 @@ class NativeEngine:
         self._choices = ChoiceLog()
         self._proposer = Proposer(self._rows, options.suffix_index, self._watch)
         self._kept = KeptStates(options.capture_bytes)
+        wanted, nodes = options.graphs, options.graph_nodes
+        self.graphs = None if wanted is None else cuda_graphs(self._rows, wanted, nodes, options.server)
         self.last_strategy = OFF
         self.prefilled = 0, 0.0
 
@@ -165,6 +171,8 @@ class NativeEngine:
 
     def switch_memory(self, release: bool) -> int:
         """Of keys and values; the weights stay."""
+        if self.graphs is not None:
+            self.graphs.forget()
         return self._rows.switch_memory(release)
 
     @property
@@ -240,6 +248,8 @@ class NativeEngine:
         self._admit()
         if not self._requests:
             return []
+        if self.graphs is not None:
+            self.graphs.capture_due()
         started_s = self._clock()
         self._watch.start()
         view = self._view()
@@ -317,7 +327,7 @@ class NativeEngine:
     def _verify(self, draft: Draft) -> tuple[Verified, Tensor]:
         """Target over all nodes, then verification. Also returns log-probabilities [B,Q,V], processed."""
         nodes = draft.shape.num_nodes
-        logprobs = node_logprobs(self._rows, draft, self._row_sampling(nodes))
+        logprobs = node_logprobs(self._rows, draft, self._row_sampling(nodes), self.graphs)
         numbers, threshold = self._uniforms(nodes), self._options.accept_threshold
         if draft.shape.is_chain:
             probs = logprobs.exp()
@@ -325,17 +335,8 @@ class NativeEngine:
         verified = verify_tree(
             logprobs.exp(), draft.tokens, draft.probs, draft.lengths, draft.shape, numbers, threshold
         )
-        self._compact(self._rows.base(), verified)
+        self._rows.compact(verified.path)
         return verified, logprobs
-
-    def _compact(self, base: Tensor, verified: Verified) -> None:
-        """Move the accepted tree path to the columns right behind the root. Columns past the accepted tokens receive
-        copies of the last accepted node: rubbish behind the row's length, covered by the next write."""
-        rows = self._rows
-        source = base[:, None] + verified.path
-        target = base[:, None] + 1 + torch.arange(verified.path.shape[1], device=base.device)
-        rows.kv.gather(rows.row_index(), source, target)
-        rows.hidden[rows.row_index(), target] = rows.hidden[rows.row_index(), source]
 
     def _commit(self, draft: Draft, verified: Verified, logprobs: Tensor) -> tuple[int, list[Rollout]]:
         """Append what was verified to each row, up to its first stop; close rows that ended."""

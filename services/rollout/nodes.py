@@ -9,6 +9,7 @@ from torch import Tensor
 
 from services.models.kv import PackedKV
 from services.models.sampling import SamplingTensors, process_logits
+from services.rollout.captured import PassGraphs, PassInputs, target_pass
 from services.rollout.rows import Rows, tail_mask, tail_table
 from services.speculation.drafting import Draft
 from services.speculation.tree import TreeShape
@@ -24,26 +25,33 @@ def shape_tensors(shape: TreeShape, dtype: torch.dtype, device: torch.device) ->
     return torch.tensor(shape.depths, device=device), tail_table(torch.tensor(shape.sees, device=device), dtype)
 
 
-def node_logprobs(rows: Rows, draft: Draft, sampling: SamplingTensors) -> Tensor:
+def node_logprobs(rows: Rows, draft: Draft, sampling: SamplingTensors, graphs: PassGraphs | None = None) -> Tensor:
     """Runs the target over each row's last token and its draft nodes; keeps keys, values and hidden states. Returns
     processed log-probabilities float32 [B,Q,V], of probability zero at nodes past a row's length. `sampling`: one entry
-    per node, [B*Q]."""
+    per node, [B*Q]. `graphs`: a pass that one of them holds runs whole, ragged or not."""
     target, nodes, base = rows.target, draft.shape.num_nodes, rows.base()
-    write_at = base[:, None] + torch.arange(nodes, device=base.device)
     depths, table = shape_tensors(draft.shape, target.dtype, base.device)
     last = rows.tokens[rows.row_index(), base[:, None]]
-    mask = tail_mask(base, table, rows.longest() - 1 + nodes)
-    ids, positions = torch.cat([last, draft.tokens], dim=1), base[:, None] + depths
+    given = PassInputs(torch.cat([last, draft.tokens], dim=1), base, depths, table)
+    context = rows.longest() - 1
+    hidden = None if graphs is None else graphs.run(given, context)
     offered = torch.arange(nodes, device=base.device) <= draft.lengths[:, None]
-    if offered.numel() - int(offered.sum()) < WORTH_PACKING:
-        hidden = target.forward(ids, positions, rows.kv, write_at, mask)
-        rows.hidden[rows.row_index(), write_at] = hidden
+    if hidden is None and offered.numel() - int(offered.sum()) < WORTH_PACKING:
+        hidden = target_pass(rows, given, context + nodes)
+    if hidden is not None:
         logits = target.logits(hidden).flatten(0, 1)
         return process_logits(logits, sampling).log_softmax(-1).unflatten(0, offered.shape)
+    return _packed_logprobs(rows, given, offered, sampling)
+
+
+def _packed_logprobs(rows: Rows, given: PassInputs, offered: Tensor, sampling: SamplingTensors) -> Tensor:
+    """Without the nodes that are not `offered` (bool [B,Q])."""
+    target, nodes = rows.target, offered.shape[1]
+    mask = tail_mask(given.base, given.table, rows.longest() - 1 + nodes)
     row, node = offered.nonzero(as_tuple=True)
-    at = write_at[row, node]
+    at, positions = given.base[row] + node, given.base[row] + given.depths[node]
     packed = PackedKV(rows.kv, row, node)
-    hidden = target.forward(ids[row, node][None], positions[row, node][None], packed, at[None], mask)[0]
+    hidden = target.forward(given.ids[row, node][None], positions[None], packed, at[None], mask)[0]
     rows.hidden[row, at] = hidden
     logits = process_logits(target.logits(hidden), sampling.take(row * nodes + node))
     out = torch.full((*offered.shape, logits.shape[-1]), -torch.inf, dtype=logits.dtype, device=logits.device)

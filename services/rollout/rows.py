@@ -53,7 +53,11 @@ class Rows:
 
     def row_index(self) -> Tensor:
         """[count,1], for gathers along columns."""
-        return self._index[: self.count]
+        return self.index_of(self.count)
+
+    def index_of(self, count: int) -> Tensor:
+        """[count,1] of the first rows, in use or not."""
+        return self._index[:count]
 
     def longest(self) -> int:
         """Known tokens of the longest row."""
@@ -117,6 +121,15 @@ class Rows:
         """Put new [count,k] behind the last known token of each row; `advance` then says how many of them count."""
         at = self.base()[:, None] + 1 + torch.arange(new.shape[1], device=new.device)
         self.tokens[self.row_index(), at] = new
+
+    def compact(self, path: Tensor) -> None:
+        """Move an accepted tree `path` [count,depth] of node numbers to the columns right behind the root. Columns past
+        the accepted tokens receive copies of the last accepted node: rubbish behind the row's length, covered by the
+        next write."""
+        base, index = self.base()[:, None], self.row_index()
+        source, target = base + path, base + 1 + torch.arange(path.shape[1], device=path.device)
+        self.kv.gather(index, source, target)
+        self.hidden[index, target] = self.hidden[index, source]
 
     def advance(self, row: int, count: int) -> None:
         self.lengths[row] += count

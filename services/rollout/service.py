@@ -241,6 +241,8 @@ def _native_engine(
         suffix_index=SuffixIndex(config.speculation.suffix_max_tokens) if needs_index else None,
         server=f"rollout-{slot}",
         capture_bytes=engine.capture_bytes if config.drafter.states == "engine" else 0,
+        graphs=engine.graphs,
+        graph_nodes=tuple(sorted({s.num_draft_tokens for s in strategies})),
         place=f"native on {device_name(device)}, {config.model.dtype}, {model_dir(config.model.path).name}",
     )
     target = TargetModel(spec, options.max_len + options.spare_columns, device, pick_dtype(config.model.dtype))

@@ -31,10 +31,10 @@ import torch
 from services.core.errors import ConfigError
 from services.core.selector import SelectorState
 from services.models.device import device_name, pick_device
+from services.rollout.memory import gpu_memory, taken_since
 from services.rollout.sglang.deciding import Decider, LaunchedRound
 from services.rollout.sglang.graphs import CapturedGraphs
 from services.rollout.sglang.loader import served_version
-from services.rollout.sglang.memory import gpu_memory, taken_since
 from services.rollout.sglang.one_stream import CAPTURE, capture_on_it, one_stream
 from services.rollout.sglang.order import CONFIG_FILE, SwitchOrder, read_order
 from services.rollout.sglang.rounds import note_round

@@ -13,6 +13,7 @@ from services.models.target import TargetModel
 from services.rollout.eagle import EagleDrafting
 from services.rollout.native import NativeEngine
 from services.rollout.rows import Rows
+from services.speculation.drafting import Draft
 from services.speculation.strategy import DraftStrategy
 from services.speculation.verify import Verified
 from tests.services.models.tiny import (
@@ -96,11 +97,12 @@ class Watched(NativeEngine):
 
     moved = 0
 
-    def _compact(self, base: Tensor, verified: Verified) -> None:
+    def _verify(self, draft: Draft) -> tuple[Verified, Tensor]:
+        verified, logprobs = super()._verify(draft)
         straight = torch.arange(1, verified.path.shape[1] + 1).expand_as(verified.path)
         taken = straight <= verified.num_accepted_tokens[:, None]
         self.moved += int(((verified.path != straight) & taken).any(1).sum())
-        super()._compact(base, verified)
+        return verified, logprobs
 
 
 @pytest.mark.parametrize("s", TREES, ids=lambda s: s.name)

@@ -16,8 +16,8 @@ import pytest
 from services.config.load import load_config
 from services.config.schema import SGLangEngine
 from services.core.errors import ConfigError
+from services.rollout.memory import GpuMemory
 from services.rollout.sglang import plugin
-from services.rollout.sglang.memory import GpuMemory
 from services.rollout.sglang.one_stream import one_stream
 from services.rollout.sglang.order import switch_order
 from services.rollout.sglang.rounds import histograms, newest_depth
