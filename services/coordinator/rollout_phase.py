@@ -1,9 +1,9 @@
 """One rollout phase: prompt groups go to servers, finished groups come out, idle slots train the drafter.
 
 Each ready server with work has exactly one `advance` outstanding, of about `advance_budget_s`, longer where so many
-servers work that their answers would be more than the coordinator can deal with. Whenever any call is answered the
-phase looks again: give out queued work, release slots that have none, start or stop drafting, move the last rollouts of
-a server to another one when the drafter wants its slot.
+servers work that their answers would be more than the coordinator can deal with, by what they have cost it so far.
+Whenever any call is answered the phase looks again: give out queued work, release slots that have none, start or stop
+drafting, move the last rollouts of a server to another one when the drafter wants its slot.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from services.coordinator import scheduler
 from services.coordinator.calls import Calls
 from services.coordinator.cores import Cores
 from services.coordinator.drafting import Drafting
+from services.coordinator.effort import Effort
 from services.coordinator.fleet import Fleet
 from services.coordinator.leases import LeaseBook
 from services.coordinator.ledger import FinishedGroup, Ledger
@@ -68,6 +69,7 @@ class RolloutPhase:
         self._answered_s: dict[int, float] = {}  # slot: when the answer came whose server has no new order yet
         self._advancing: dict[int, frozenset[tuple[str, int]]] = {}  # slot: what its server had when it was asked
         self._begun: set[int] = set()  # slots whose server generated in this phase
+        self._effort = Effort(clock, lambda: calls.waited_s)
         self._states_step: int | None = None
         # slots whose server was asked for its states in this phase, and those that have not answered yet
         self._collected: set[int] = set()
@@ -88,6 +90,7 @@ class RolloutPhase:
         self._seen = Slots(self._view(slot) for slot in range(len(self._leases)))
         self._answered_s.clear()
         self._begun.clear()
+        self._effort.begin()
         self._tail.begin(ledger)
         self._states_step, self._collected = states_step, set()
         self._fleet.renew_ready()
@@ -97,9 +100,10 @@ class RolloutPhase:
             self._draft(drafters)
             self._consolidate(drafters)
             self._advance()
+            yield from ledger.take_finished()  # after the orders: no server waits for what becomes of the groups
             self._calls.turn()
             self._fleet.expire()
-            yield from ledger.take_finished()
+        yield from ledger.take_finished()
         while self._collecting:  # an answer that is dropped would be states that nobody has any more
             self._calls.turn()
             self._fleet.expire()
@@ -194,10 +198,11 @@ class RolloutPhase:
 
     def _advance(self) -> None:
         working = self._views().working
-        stretch_s = self._pace.of(len(working))
+        load = len(working), self._effort.answer_s
+        stretch_s = self._pace.of(*load)
         for slot in sorted(working.difference(self._advancing)):
             first = slot not in self._begun
-            self._advance_one(slot, self._pace.first(slot, len(working)) if first else stretch_s)
+            self._advance_one(slot, self._pace.first(slot, *load) if first else stretch_s)
             self._begun.add(slot)
 
     def _advance_one(self, slot: int, stretch_s: float) -> None:
@@ -215,6 +220,7 @@ class RolloutPhase:
             self._telemetry.decided(self._clock() - answered_s)
 
     def _reported(self, slot: int, epoch: int, report: ServerReport) -> None:
+        self._effort.reported()
         asked = self._advancing.pop(slot)
         self._answered_s[slot] = self._calls.answered_s
         self._leases.renew(slot, epoch, self._clock())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.coordinator import scheduler
-from services.coordinator.scheduler import Pace, Slots, SlotView
+from services.coordinator.scheduler import BUSY, Pace, Slots, SlotView
 from services.coordinator.work import make_work, prompts_of_step, rollout_seed
 from services.core.types import SlotState
 from tests.services.coordinator.fakes import SAMPLING, make_prompts
@@ -169,6 +169,16 @@ def test_servers_report_no_more_often_than_all_together_may(
     assert pace.of(servers) == longest_s or servers / pace.of(servers) <= reports_per_s * (1 + 1e-9)
     if servers / stretch_s <= reports_per_s:
         assert pace.of(servers) == stretch_s == pace.first(7, servers), "nobody waits longer than it must"
+
+
+@given(st.integers(1, 10_000), st.floats(1e-4, 0.1), st.floats(0.15, 100.0))
+def test_reports_take_their_part_of_the_coordinators_time_at_most(
+    servers: int, answer_s: float, longest_s: float
+) -> None:
+    pace = Pace(0.15, 400.0, longest_s)
+    busy = servers * answer_s / pace.of(servers, answer_s)
+    assert pace.of(servers, answer_s) == longest_s or busy <= BUSY * (1 + 1e-9)
+    assert pace.of(servers, answer_s) >= pace.of(servers), "reports that cost something do not come more often"
 
 
 @pytest.mark.parametrize("servers", [100, 999, 4096])
