@@ -9,9 +9,10 @@ drafting, move the last rollouts of a server to another one when the drafter wan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from services.coordinator import scheduler
-from services.coordinator.calls import Calls
+from services.coordinator.calls import AT_ONCE, LOOK_S, Calls
 from services.coordinator.cores import Cores
 from services.coordinator.drafting import Drafting
 from services.coordinator.effort import Effort
@@ -26,6 +27,10 @@ from services.coordinator.telemetry.facts import Telemetry
 from services.coordinator.trainers import Trainers
 from services.core.protocols import Clock
 from services.core.types import GroupWork, RunEvent, ServerReport, SlotState
+
+# So many servers are given work between two looks at the answers: a thousand that begin together would otherwise hold
+# up those that report first, for seconds. Each gives two answers soon, so that no crowd of them is left.
+GIVEN_AT_ONCE = AT_ONCE // 2
 
 
 class RolloutPhase:
@@ -69,6 +74,7 @@ class RolloutPhase:
         self._answered_s: dict[int, float] = {}  # slot: when the answer came whose server has no new order yet
         self._advancing: dict[int, frozenset[tuple[str, int]]] = {}  # slot: what its server had when it was asked
         self._begun: set[int] = set()  # slots whose server generated in this phase
+        self._to_come = 0  # servers for which there is work that they are given next
         self._effort = Effort(clock, lambda: calls.waited_s)
         self._states_step: int | None = None
         # slots whose server was asked for its states in this phase, and those that have not answered yet
@@ -101,7 +107,7 @@ class RolloutPhase:
             self._consolidate(drafters)
             self._advance()
             yield from ledger.take_finished()  # after the orders: no server waits for what becomes of the groups
-            self._calls.turn()
+            self._calls.turn(0.0 if self._to_come else LOOK_S)
             self._fleet.expire()
         yield from ledger.take_finished()
         while self._collecting:  # an answer that is dropped would be states that nobody has any more
@@ -135,14 +141,16 @@ class RolloutPhase:
 
     def _give_out(self) -> None:
         pending = self._ledger.pending
+        self._to_come = 0
         if pending:
             for slot in scheduler.slots_to_wake(pending, self._views(), self._max_running):
                 self._fleet.open(slot)
             given: dict[int, list[GroupWork]] = {}
             for choice in scheduler.hand_out(pending, self._views(), self._max_running):
                 given.setdefault(choice.slot, []).append(choice.work)
-            for slot, works in given.items():
+            for slot, works in islice(given.items(), GIVEN_AT_ONCE):
                 self._submit(slot, works)
+            self._to_come = max(0, len(given) - GIVEN_AT_ONCE)
         self._drain_and_release()
 
     def _submit(self, slot: int, works: Sequence[GroupWork]) -> None:
@@ -198,7 +206,7 @@ class RolloutPhase:
 
     def _advance(self) -> None:
         working = self._views().working
-        load = len(working), self._effort.answer_s
+        load = len(working) + self._to_come, self._effort.answer_s
         stretch_s = self._pace.of(*load)
         for slot in sorted(working.difference(self._advancing)):
             first = slot not in self._begun
@@ -220,7 +228,10 @@ class RolloutPhase:
             self._telemetry.decided(self._clock() - answered_s)
 
     def _reported(self, slot: int, epoch: int, report: ServerReport) -> None:
-        self._effort.reported()
+        if self._to_come:
+            self._effort.begin()  # servers are given work meanwhile, which is no report's doing
+        else:
+            self._effort.reported()
         asked = self._advancing.pop(slot)
         self._answered_s[slot] = self._calls.answered_s
         self._leases.renew(slot, epoch, self._clock())

@@ -107,7 +107,7 @@ def hand_out(pending: Sequence[GroupWork], slots: Slots, max_running: int) -> li
 
 def slots_to_wake(pending: Sequence[GroupWork], slots: Slots, max_running: int) -> list[int]:
     """IDLE slots whose server should come back because queued work is left over for it."""
-    return sorted(slots.idle)[: _left_over(pending, slots, max_running)]
+    return sorted(slots.idle)[: _left_over(pending, slots, max_running)] if slots.idle else []
 
 
 def _left_over(pending: Sequence[GroupWork], slots: Slots, max_running: int) -> int:
