@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from services.coordinator import scheduler
+from services.coordinator.appointments import Appointments
 from services.coordinator.calls import AT_ONCE, LOOK_S, Calls
 from services.coordinator.cores import Cores
 from services.coordinator.drafting import Drafting
@@ -67,13 +68,12 @@ class RolloutPhase:
         self._clock = clock
         self._board = board
         self._max_running = max_running
-        self._pace = pace
+        self._appointments = Appointments(pace, clock)
         self._timeout_s = call_timeout_s
         self._ledger = Ledger([])
         self._seen = Slots()
         self._answered_s: dict[int, float] = {}  # slot: when the answer came whose server has no new order yet
         self._advancing: dict[int, frozenset[tuple[str, int]]] = {}  # slot: what its server had when it was asked
-        self._begun: set[int] = set()  # slots whose server generated in this phase
         self._to_come = 0  # servers for which there is work that they are given next
         self._effort = Effort(clock, lambda: calls.waited_s)
         self._states_step: int | None = None
@@ -95,7 +95,7 @@ class RolloutPhase:
         ledger = self._ledger = Ledger(works)
         self._seen = Slots(self._view(slot) for slot in range(len(self._leases)))
         self._answered_s.clear()
-        self._begun.clear()
+        self._appointments.begin()
         self._effort.begin()
         self._tail.begin(ledger)
         self._states_step, self._collected = states_step, set()
@@ -206,12 +206,9 @@ class RolloutPhase:
 
     def _advance(self) -> None:
         working = self._views().working
-        load = len(working) + self._to_come, self._effort.answer_s
-        stretch_s = self._pace.of(*load)
         for slot in sorted(working.difference(self._advancing)):
-            first = slot not in self._begun
-            self._advance_one(slot, self._pace.first(slot, *load) if first else stretch_s)
-            self._begun.add(slot)
+            servers = len(working) + self._to_come
+            self._advance_one(slot, self._appointments.stretch_s(servers, self._effort.answer_s))
 
     def _advance_one(self, slot: int, stretch_s: float) -> None:
         client, epoch = self._fleet.client(slot), self._leases[slot].epoch
@@ -228,10 +225,7 @@ class RolloutPhase:
             self._telemetry.decided(self._clock() - answered_s)
 
     def _reported(self, slot: int, epoch: int, report: ServerReport) -> None:
-        if self._to_come:
-            self._effort.begin()  # servers are given work meanwhile, which is no report's doing
-        else:
-            self._effort.reported()
+        self._effort.reported()
         asked = self._advancing.pop(slot)
         self._answered_s[slot] = self._calls.answered_s
         self._leases.renew(slot, epoch, self._clock())

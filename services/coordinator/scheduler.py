@@ -32,8 +32,6 @@ class Assignment:
 
 
 ACCEPTS_WORK = frozenset({SlotState.ROLLOUT, SlotState.DRAINING})
-# Of a first stretch that is spread: the shortest; and the step that spreads any number of slots evenly.
-SOONEST, GOLDEN = 0.2, 0.6180339887498949
 BUSY = 0.5  # the part of the coordinator's time that reports may take
 
 
@@ -74,9 +72,9 @@ class Slots:
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How often servers report. `stretch_s`: how long one generates before it does; `reports_per_s`: of all together at
-    most, for which stretches get longer with the number of servers, up to `longest_s`. `answer_s` of the methods: what
-    a report costs the coordinator, which is to be busy with reports for a part BUSY of its time at most: beyond that
-    they queue, and every server would wait for the queue instead of generating."""
+    most, for which stretches get longer with the number of servers, up to `longest_s`. `answer_s` of `of`: what a
+    report costs the coordinator, which is to be busy with reports for a part BUSY of its time at most: beyond that they
+    queue, and every server would wait for the queue instead of generating."""
 
     stretch_s: float
     reports_per_s: float
@@ -86,12 +84,6 @@ class Pace:
         """The stretch of each while so many have work."""
         apart_s = max(1 / self.reports_per_s, answer_s / BUSY)
         return max(self.stretch_s, min(servers * apart_s, self.longest_s))
-
-    def first(self, slot: int, servers: int, answer_s: float = 0.0) -> float:
-        """The first stretch of a phase. All servers begin at once; where stretches are longer for their number, they
-        end one after the other from the first time on, and go on so."""
-        full = self.of(servers, answer_s)
-        return full if full <= self.stretch_s else full * (SOONEST + (1 - SOONEST) * (slot * GOLDEN % 1.0))
 
 
 def hand_out(pending: Sequence[GroupWork], slots: Slots, max_running: int) -> list[Assignment]:
