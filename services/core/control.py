@@ -58,7 +58,7 @@ def _parts_of(kind: type) -> Parts:
     if issubclass(kind, Mapping):
         return lambda mapping: (*mapping, *mapping.values())
     if issubclass(kind, list | tuple | set | frozenset):
-        return lambda sequence: sequence  # type: ignore[no-any-return]
+        return lambda sequence: sequence
     return lambda other: ()
 
 
