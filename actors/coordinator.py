@@ -7,6 +7,7 @@ files, and it is the one that outlives Ray.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from actors.clients import (
     published_size,
     reachable_host,
 )
+from actors.garbage import CollectBetweenSteps
 from services.config.schema import ClusterConfig
 from services.coordinator.control import ControlRequest
 from services.coordinator.coordinator import Coordinator
@@ -37,6 +39,10 @@ from services.core.types import ProgressView
 from services.policy.advantage import advantages
 
 Observation = tuple[str, tuple[Any, ...]]
+
+# Each call gives Python's lock away, and while a thread of Ray's unpacks answers it comes back only after this time,
+# Python's own 5 ms otherwise: hundreds of answers at once would hold up the orders, a few at a time.
+SWITCH_S = 0.0005
 
 
 class QueuedObserver:
@@ -85,11 +91,13 @@ class CoordinatorActor:
         takeover: Takeover | None = None,
         run_id: str = "",
     ) -> None:
+        sys.setswitchinterval(SWITCH_S)
         services = ray_services(config, handles)
         self._queue = QueuedObserver()
         size_of = partial(published_size, config.weights.transport == "collective")
         metrics, self._exporter = open_metrics(config, run_id, time.monotonic, size_of, takeover)
-        observer: Any = self._queue if self._exporter is None else Fanout(metrics, self._queue)
+        told = [self._queue] if self._exporter is None else [metrics, self._queue]
+        observer: Any = Fanout(*told, CollectBetweenSteps())
         self._coordinator = Coordinator(config, inputs, services, observer, time.monotonic, takeover, metrics)
         if self._exporter is not None:
             self._queue.endpoint(reachable_host(self._exporter.host), self._exporter.port)

@@ -31,7 +31,7 @@ LOOK_S = 0.5
 
 # Of the answers that are there, so many are dealt with before the next orders go out: with a thousand servers the last
 # of a crowd would otherwise hold up the first.
-AT_ONCE = 32
+AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +69,7 @@ class Calls:
         self.blobs_lost = False
         self.answered_s = clock()  # when the answer was there that is being dealt with
         self._answers: dict[str, float] = {}
+        self.waited_s = 0.0  # in all, with nothing to do
 
     def post(
         self,
@@ -110,14 +111,19 @@ class Calls:
         Raises StopRequested when the user asked to stop, and every error that is not the loss of a service.
         """
         self._check_stop()
-        wait_s = max(0.0, min(max_wait_s, self._next_due() - self._clock()))
-        for pending in self._waiter.wait([c.pending for c in self._calls.values()], wait_s)[:AT_ONCE]:
+        for pending in self._ready(max_wait_s)[:AT_ONCE]:
             call = self._calls.get(id(pending))
             # A continuation may have dropped calls of a service it found lost.
             if call is not None and call.pending is pending:
                 self._forget(call)
                 self._finish(call)
         self._overdue()
+
+    def _ready(self, max_wait_s: float) -> list[Pending[Any]]:
+        pending, began_s = [c.pending for c in self._calls.values()], self._clock()
+        ready = self._waiter.wait(pending, max(0.0, min(max_wait_s, self._next_due() - began_s)))
+        self.waited_s += self._clock() - began_s
+        return ready
 
     def _next_due(self) -> float:
         """When the next deadline or timer is."""

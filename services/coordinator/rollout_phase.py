@@ -1,19 +1,22 @@
 """One rollout phase: prompt groups go to servers, finished groups come out, idle slots train the drafter.
 
 Each ready server with work has exactly one `advance` outstanding, of about `advance_budget_s`, longer where so many
-servers work that their answers would be more than the coordinator can deal with. Whenever any call is answered the
-phase looks again: give out queued work, release slots that have none, start or stop drafting, move the last rollouts of
-a server to another one when the drafter wants its slot.
+servers work that their answers would be more than the coordinator can deal with, by what they have cost it so far.
+Whenever any call is answered the phase looks again: give out queued work, release slots that have none, start or stop
+drafting, move the last rollouts of a server to another one when the drafter wants its slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from services.coordinator import scheduler
-from services.coordinator.calls import Calls
+from services.coordinator.appointments import Appointments
+from services.coordinator.calls import AT_ONCE, LOOK_S, Calls
 from services.coordinator.cores import Cores
 from services.coordinator.drafting import Drafting
+from services.coordinator.effort import Effort
 from services.coordinator.fleet import Fleet
 from services.coordinator.leases import LeaseBook
 from services.coordinator.ledger import FinishedGroup, Ledger
@@ -25,6 +28,10 @@ from services.coordinator.telemetry.facts import Telemetry
 from services.coordinator.trainers import Trainers
 from services.core.protocols import Clock
 from services.core.types import GroupWork, RunEvent, ServerReport, SlotState
+
+# So many servers are given work between two looks at the answers: a thousand that begin together would otherwise hold
+# up those that report first, for seconds. Each gives two answers soon, so that no crowd of them is left.
+GIVEN_AT_ONCE = AT_ONCE // 2
 
 
 class RolloutPhase:
@@ -61,13 +68,14 @@ class RolloutPhase:
         self._clock = clock
         self._board = board
         self._max_running = max_running
-        self._pace = pace
+        self._appointments = Appointments(pace, clock)
         self._timeout_s = call_timeout_s
         self._ledger = Ledger([])
         self._seen = Slots()
         self._answered_s: dict[int, float] = {}  # slot: when the answer came whose server has no new order yet
         self._advancing: dict[int, frozenset[tuple[str, int]]] = {}  # slot: what its server had when it was asked
-        self._begun: set[int] = set()  # slots whose server generated in this phase
+        self._to_come = 0  # servers for which there is work that they are given next
+        self._effort = Effort(clock, lambda: calls.waited_s)
         self._states_step: int | None = None
         # slots whose server was asked for its states in this phase, and those that have not answered yet
         self._collected: set[int] = set()
@@ -87,7 +95,8 @@ class RolloutPhase:
         ledger = self._ledger = Ledger(works)
         self._seen = Slots(self._view(slot) for slot in range(len(self._leases)))
         self._answered_s.clear()
-        self._begun.clear()
+        self._appointments.begin()
+        self._effort.begin()
         self._tail.begin(ledger)
         self._states_step, self._collected = states_step, set()
         self._fleet.renew_ready()
@@ -97,9 +106,10 @@ class RolloutPhase:
             self._draft(drafters)
             self._consolidate(drafters)
             self._advance()
-            self._calls.turn()
+            yield from ledger.take_finished()  # after the orders: no server waits for what becomes of the groups
+            self._calls.turn(0.0 if self._to_come else LOOK_S)
             self._fleet.expire()
-            yield from ledger.take_finished()
+        yield from ledger.take_finished()
         while self._collecting:  # an answer that is dropped would be states that nobody has any more
             self._calls.turn()
             self._fleet.expire()
@@ -131,14 +141,16 @@ class RolloutPhase:
 
     def _give_out(self) -> None:
         pending = self._ledger.pending
+        self._to_come = 0
         if pending:
             for slot in scheduler.slots_to_wake(pending, self._views(), self._max_running):
                 self._fleet.open(slot)
             given: dict[int, list[GroupWork]] = {}
             for choice in scheduler.hand_out(pending, self._views(), self._max_running):
                 given.setdefault(choice.slot, []).append(choice.work)
-            for slot, works in given.items():
+            for slot, works in islice(given.items(), GIVEN_AT_ONCE):
                 self._submit(slot, works)
+            self._to_come = max(0, len(given) - GIVEN_AT_ONCE)
         self._drain_and_release()
 
     def _submit(self, slot: int, works: Sequence[GroupWork]) -> None:
@@ -194,11 +206,9 @@ class RolloutPhase:
 
     def _advance(self) -> None:
         working = self._views().working
-        stretch_s = self._pace.of(len(working))
         for slot in sorted(working.difference(self._advancing)):
-            first = slot not in self._begun
-            self._advance_one(slot, self._pace.first(slot, len(working)) if first else stretch_s)
-            self._begun.add(slot)
+            servers = len(working) + self._to_come
+            self._advance_one(slot, self._appointments.stretch_s(servers, self._effort.answer_s))
 
     def _advance_one(self, slot: int, stretch_s: float) -> None:
         client, epoch = self._fleet.client(slot), self._leases[slot].epoch
@@ -215,6 +225,7 @@ class RolloutPhase:
             self._telemetry.decided(self._clock() - answered_s)
 
     def _reported(self, slot: int, epoch: int, report: ServerReport) -> None:
+        self._effort.reported()
         asked = self._advancing.pop(slot)
         self._answered_s[slot] = self._calls.answered_s
         self._leases.renew(slot, epoch, self._clock())

@@ -32,8 +32,7 @@ class Assignment:
 
 
 ACCEPTS_WORK = frozenset({SlotState.ROLLOUT, SlotState.DRAINING})
-# Of a first stretch that is spread: the shortest; and the step that spreads any number of slots evenly.
-SOONEST, GOLDEN = 0.2, 0.6180339887498949
+BUSY = 0.5  # the part of the coordinator's time that reports may take
 
 
 class Slots:
@@ -73,21 +72,18 @@ class Slots:
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How often servers report. `stretch_s`: how long one generates before it does; `reports_per_s`: of all together at
-    most, for which stretches get longer with the number of servers, up to `longest_s`."""
+    most, for which stretches get longer with the number of servers, up to `longest_s`. `answer_s` of `of`: what a
+    report costs the coordinator, which is to be busy with reports for a part BUSY of its time at most: beyond that they
+    queue, and every server would wait for the queue instead of generating."""
 
     stretch_s: float
     reports_per_s: float
     longest_s: float
 
-    def of(self, servers: int) -> float:
+    def of(self, servers: int, answer_s: float = 0.0) -> float:
         """The stretch of each while so many have work."""
-        return max(self.stretch_s, min(servers / self.reports_per_s, self.longest_s))
-
-    def first(self, slot: int, servers: int) -> float:
-        """The first stretch of a phase. All servers begin at once; where stretches are longer for their number, they
-        end one after the other from the first time on, and go on so."""
-        full = self.of(servers)
-        return full if full <= self.stretch_s else full * (SOONEST + (1 - SOONEST) * (slot * GOLDEN % 1.0))
+        apart_s = max(1 / self.reports_per_s, answer_s / BUSY)
+        return max(self.stretch_s, min(servers * apart_s, self.longest_s))
 
 
 def hand_out(pending: Sequence[GroupWork], slots: Slots, max_running: int) -> list[Assignment]:
@@ -103,7 +99,7 @@ def hand_out(pending: Sequence[GroupWork], slots: Slots, max_running: int) -> li
 
 def slots_to_wake(pending: Sequence[GroupWork], slots: Slots, max_running: int) -> list[int]:
     """IDLE slots whose server should come back because queued work is left over for it."""
-    return sorted(slots.idle)[: _left_over(pending, slots, max_running)]
+    return sorted(slots.idle)[: _left_over(pending, slots, max_running)] if slots.idle else []
 
 
 def _left_over(pending: Sequence[GroupWork], slots: Slots, max_running: int) -> int:

@@ -11,6 +11,7 @@ from services.coordinator.fleet import PROBE_PAUSE_S, Patience
 from services.coordinator.ledger import FinishedGroup
 from services.core.errors import RewardError, ServiceLostError
 from services.core.protocols import Clock, RewardClient
+from services.core.texts import prompt_text, rollout_text
 from services.core.types import Group, Reward, RunEvent
 
 OWNER = "reward"
@@ -76,5 +77,6 @@ class Scoring:
                 raise ServiceLostError(OWNER, f"{reason}; not back within {self._patience.restart_s:.0f} s")
             self._calls.later(PROBE_PAUSE_S, lambda: self._ask(group, give_up_s))
 
-        pending = self._client.score([group.prompt] * len(group.rollouts), group.rollouts)
+        rollouts = [rollout_text(rollout) for rollout in group.rollouts]
+        pending = self._client.score([prompt_text(group.prompt)] * len(rollouts), rollouts)
         self._calls.post(OWNER, pending, done, lost, self._patience.call_s)

@@ -2,22 +2,24 @@
 
 Tensors travel by reference (`Blob`), never inside a record: a tensor in a record would be copied through the
 coordinator on every hop. Standard library only, so arrays are recognised by the package of their type. Every message
-of thousands of slots passes here: what a type is, is looked up once, and the path is put together only for an error.
+of thousands of slots passes here: how to look into a type is found out once, the parts of a message are looked at all
+together where they are plain, and the path is put together only for an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from enum import Enum
 from functools import lru_cache
-from pathlib import Path
+from operator import attrgetter
 from typing import Any
 
 from services.core.errors import ControlMessageError
 
 _PLAIN = frozenset({int, float, str, bool, type(None)})
 _ARRAY_PACKAGES = frozenset({"torch", "numpy", "jax", "cupy"})
+
+Parts = Callable[[Any], Sequence[Any]]
 
 
 def refuse_tensors(message: Any, what: str) -> None:
@@ -34,49 +36,49 @@ def refuse_tensors(message: Any, what: str) -> None:
 def _smuggled(message: object) -> tuple[str, type] | None:
     """(path inside `message`, type) of the first thing that does not belong there."""
     kind: type = type(message)
-    if kind in _PLAIN or _is_plain(kind):
-        return None
     if _is_array(kind):
         return "", kind
-    for name, part in _parts(message, kind):
-        if type(part) in _PLAIN:
-            continue
-        found = _smuggled(part)
-        if found is not None:
-            return f"{_said(name)}{found[0]}", found[1]
+    parts = _parts_of(kind)(message)
+    # Token ids come in tuples of thousands of integers: look at the set of types, not at each of them.
+    if _PLAIN.issuperset(map(type, parts)):
+        return None
+    for place, part in enumerate(parts):
+        if type(part) not in _PLAIN:
+            found = _smuggled(part)
+            if found is not None:
+                return f"{_name(message, place)}{found[0]}", found[1]
     return None
 
 
-def _parts(message: object, kind: type) -> Iterable[tuple[Any, Any]]:
-    """(field name, or place in brackets, part) of a record, a mapping or a sequence."""
-    names = _field_names(kind)
-    if names is not None:
-        return [(name, getattr(message, name)) for name in names]
-    if isinstance(message, Mapping):
-        return [([k], part) for k, v in message.items() for part in (k, v)]
-    if isinstance(message, list | tuple | set | frozenset):
-        # Token ids come in tuples of thousands of integers: look at the set of types, not at each of them.
-        if set(map(type, message)) <= _PLAIN:
-            return []
-        return [([i], part) for i, part in enumerate(message)]
-    return []
-
-
-def _said(name: Any) -> str:
-    return f".{name}" if isinstance(name, str) else f"[{name[0]!r}]"
-
-
 @lru_cache(maxsize=1024)
-def _is_plain(kind: type) -> bool:
-    return issubclass(kind, Enum | Path)
+def _parts_of(kind: type) -> Parts:
+    """What to look at in a record, a mapping (keys, then values) or a sequence; nothing in other things."""
+    if is_dataclass(kind):
+        return _fields_of(kind)
+    if issubclass(kind, Mapping):
+        return lambda mapping: (*mapping, *mapping.values())
+    if issubclass(kind, list | tuple | set | frozenset):
+        return lambda sequence: sequence
+    return lambda other: ()
+
+
+def _fields_of(kind: Any) -> Parts:
+    names = [field.name for field in fields(kind)]
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda record: [getattr(record, name) for name in names]
+
+
+def _name(message: Any, place: int) -> str:
+    """How the part at that place is reached."""
+    if is_dataclass(message):
+        return f".{fields(message)[place].name}"
+    if isinstance(message, Mapping):
+        return f"[{list(message)[place % len(message)]!r}]"
+    return f"[{place!r}]"
 
 
 @lru_cache(maxsize=1024)
 def _is_array(kind: type) -> bool:
     packages = {base.__module__.partition(".")[0] for base in kind.__mro__}  # of subclasses too
     return bool(packages & _ARRAY_PACKAGES) or issubclass(kind, bytes | bytearray | memoryview)
-
-
-@lru_cache(maxsize=1024)
-def _field_names(kind: type) -> tuple[str, ...] | None:
-    return tuple(f.name for f in fields(kind)) if is_dataclass(kind) else None

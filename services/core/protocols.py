@@ -190,4 +190,5 @@ class PolicyClient(Protocol):
 
 
 class RewardClient(Protocol):
-    def score(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> Pending[list[Reward]]: ...
+    def score(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> Pending[list[Reward]]:
+        """One reward per rollout; neither prompts nor rollouts need to have their ids."""

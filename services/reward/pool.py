@@ -7,7 +7,6 @@ are tried again one by one, so that only the guilty one is charged.
 from __future__ import annotations
 
 import concurrent.futures as cf
-import dataclasses
 import math
 import multiprocessing
 import time
@@ -18,6 +17,7 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from services.core.errors import ServiceLostError, WaitTimeoutError
 from services.core.protocols import Clock
+from services.core.texts import prompt_text, rollout_text
 from services.core.types import Reward
 from services.reward.worker import Pair, VerifierSpec, score_batch, start
 
@@ -47,7 +47,7 @@ class RewardPool:
         Raises ServiceLostError when workers cannot start, WaitTimeoutError when the pool makes no progress.
         """
         assert not self._closed
-        light = [_without_ids(pair) for pair in pairs]
+        light = [(prompt_text(prompt), rollout_text(rollout)) for prompt, rollout in pairs]
         try:
             return self._score(light)
         except BrokenProcessPool:  # pebble gives up when a worker is killed from outside while idle: start again, once
@@ -133,12 +133,3 @@ def _batches(count: int, workers: int) -> list[Batch]:
     """Contiguous batches, small enough that every worker gets some."""
     size = max(1, min(BATCH, math.ceil(count / workers)))
     return [tuple(range(at, min(at + size, count))) for at in range(0, count, size)]
-
-
-def _without_ids(pair: Pair) -> Pair:
-    """Verifiers read text; the ids and logprobs of long responses would be most of what is sent."""
-    prompt, rollout = pair
-    return (
-        dataclasses.replace(prompt, token_ids=()),
-        dataclasses.replace(rollout, prompt_ids=(), response_ids=(), rollout_logprobs=()),
-    )

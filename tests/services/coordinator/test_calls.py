@@ -48,3 +48,10 @@ def test_who_has_not_answered_in_time_is_lost_all_the_same() -> None:
     crowd.turn()
     assert len(crowd.done) == AT_ONCE + 1
     assert crowd.lost == ["no answer to server-x.advance within 2 s"] and not crowd.calls.outstanding("server-x")
+
+
+def test_seconds_with_nothing_to_do_are_told_apart_from_those_of_answers() -> None:
+    crowd = Crowd(1)
+    crowd.turn()  # the answer comes after a second, and a second is spent on it
+    crowd.calls.turn(0.5)
+    assert crowd.agenda.now == 2.5 and crowd.calls.waited_s == 1.5

@@ -4,7 +4,7 @@ import pytest
 
 from services.coordinator.scoring import check_errors
 from services.core.errors import RewardError
-from services.core.types import Reward
+from services.core.types import Prompt, Reward, Rollout
 from tests.services.coordinator.fakes import FakeReward
 from tests.services.coordinator.world import World, tiny_config
 
@@ -43,3 +43,22 @@ def test_row_54_a_verifier_that_always_fails_ends_the_run_before_anything_is_lea
     with pytest.raises(RewardError, match="signal only works in main thread"):
         world.coordinator.run()
     assert world.observer.summaries[0]["status"] == ends and not world.observer.steps
+
+
+def test_verifiers_are_sent_texts_and_no_ids() -> None:
+    """Ids and log probabilities are nearly all of a rollout's bytes, and would be packed for each group."""
+    world = World(tiny_config())
+    sent: list[Prompt | Rollout] = []
+
+    class Looking(FakeReward):
+        def score(self, prompts, rollouts):  # type: ignore[no-untyped-def]
+            sent.extend([*prompts, *rollouts])
+            return super().score(prompts, rollouts)
+
+    world.reward.instance = Looking()
+    world.coordinator.run()
+    prompts, rollouts = ([s for s in sent if isinstance(s, kind)] for kind in (Prompt, Rollout))
+    assert prompts and all(p.text and not p.token_ids for p in prompts)
+    assert rollouts and all(not (r.prompt_ids or r.response_ids or r.rollout_logprobs) for r in rollouts)
+    trained = [r for groups in world.observer.groups.values() for group in groups for r in group.rollouts]
+    assert trained and all(r.response_ids for r in trained), "what is trained on has them"
