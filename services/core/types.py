@@ -6,13 +6,14 @@ All are frozen and hold plain Python values only (ids, counts, versions, floats)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from services.core.acceptance import AcceptanceStats as AcceptanceStats  # noqa: PLC0414
 from services.core.buffer import BufferView as BufferView  # noqa: PLC0414
+from services.core.packed import packed_ids, packed_logprobs
 from services.core.partial import PartialRollout as PartialRollout  # noqa: PLC0414
 from services.core.spans import SlotSpan as SlotSpan  # noqa: PLC0414
 from services.core.spans import StrategySpan as StrategySpan  # noqa: PLC0414
@@ -91,7 +92,8 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One prompt + one response + logprobs + versions.
+    """One prompt + one response + logprobs + versions. Ids and log probabilities may be given as any sequence and are
+    kept packed, equal to the tuple of them.
 
     `rollout_logprobs`: one entry per token of `response_ids`, natural log under the *processed* target distribution
     (temperature, top-k, top-p, min-p applied, in this order; a greedy token has 0.0); `logprob_convention` says so.
@@ -102,9 +104,9 @@ class Rollout:
     prompt_id: str
     index: int
     seed: int
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    rollout_logprobs: tuple[float, ...]
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    rollout_logprobs: Sequence[float]
     text: str
     finish_reason: FinishReason
     sampling: SamplingParams
@@ -118,6 +120,9 @@ class Rollout:
 
     def __post_init__(self) -> None:
         assert len(self.rollout_logprobs) == len(self.response_ids), "one logprob per emitted token"
+        object.__setattr__(self, "prompt_ids", packed_ids(self.prompt_ids))
+        object.__setattr__(self, "response_ids", packed_ids(self.response_ids))
+        object.__setattr__(self, "rollout_logprobs", packed_logprobs(self.rollout_logprobs))
 
     @property
     def rollout_id(self) -> str:
