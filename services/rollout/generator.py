@@ -290,7 +290,7 @@ class EngineGenerator:
     def _tell_end(self, ticket: Ticket, rollout: Rollout) -> None:
         assert len(rollout.policy_versions) == 1, f"an answer of several loads: {rollout.policy_versions}"
         told = ticket.told.get(rollout.index, 0)
-        new = rollout.response_ids[told:], rollout.rollout_logprobs[told:]
+        new = tuple(rollout.response_ids[told:]), tuple(rollout.rollout_logprobs[told:])
         end = rollout.finish_reason, rollout.acceptance
         ticket.tell(Increment(rollout.index, *new, self.versions, *end))
 

@@ -34,7 +34,7 @@ def test_made_up_batches_are_what_they_should_be() -> None:
     assert batch.step == 3 and len(batch.rollouts) == 120 and len({r.rollout_id for r in batch.rollouts}) == 120
     assert 35 < lengths[60] < 70 and lengths[-1] == 192 and lengths[0] >= 1
     assert set(batch.advantages) == {1.0, -1.0}
-    assert all(max(r.prompt_ids + r.response_ids) < 100 for r in batch.rollouts)
+    assert all(max((*r.prompt_ids, *r.response_ids)) < 100 for r in batch.rollouts)
 
 
 @pytest.mark.ray

@@ -109,7 +109,7 @@ def test_the_drafter_learns_from_what_the_engines_kept(tmp_path: Path, selector:
         rollouts = [r for g in observer.groups[step] for r in g.rollouts]
         versions = {v for r in rollouts for v in r.policy_versions}
         assert {chunk.policy_version for chunk, _ in mine} == versions and len(versions) == 1
-        ids = {r.prompt_ids + r.response_ids for r in rollouts if len(r.response_ids) > 1}
+        ids = {(*r.prompt_ids, *r.response_ids) for r in rollouts if len(r.response_ids) > 1}
         got = {tuple(s.input_ids.tolist()) for _, tensors in mine for s in tensors}
         assert all(any(whole[: len(g)] == g for whole in ids) for g in got) and len(got) == len(ids)
         assert metrics.acceptance_length_live_offline is not None

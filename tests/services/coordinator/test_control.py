@@ -71,7 +71,7 @@ def test_the_pause_changes_nothing_of_what_is_learnt() -> None:
     at_step(paused, 2, lambda c: c.ask(ControlRequest("pause")))
     resume_after(paused, 5.0)
     plain.coordinator.run(), paused.coordinator.run()
-    ids = [[r.response_ids for b in w.policy.instance.batches for r in b.rollouts] for w in (plain, paused)]
+    ids = [[tuple(r.response_ids) for b in w.policy.instance.batches for r in b.rollouts] for w in (plain, paused)]
     assert sorted(ids[0]) == sorted(ids[1])
 
 

@@ -206,7 +206,7 @@ def test_states_of_a_moved_rollout_are_right_or_missing(advances: int) -> None:
     for service, found in ((source, here), (destination, there)):
         chunk, states = service.take_states(1, EPOCH)
         assert chunk.num_sequences == len(states) and chunk.num_missing <= len(found)
-        whole = [r.prompt_ids + r.response_ids for r in found.values()]
+        whole = [(*r.prompt_ids, *r.response_ids) for r in found.values()]
         for s in states:
             cut = tuple(s.input_ids.tolist())
             assert any(ids[: len(cut)] == cut for ids in whole)

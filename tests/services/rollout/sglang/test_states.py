@@ -43,7 +43,7 @@ def kept(*prompts: tuple[int, ...], count: int = 3, sampling: SamplingParams = S
 
 def check_states(found: Sequence[HiddenStates], rollouts: Sequence[Rollout], model: PreTrainedModel) -> None:
     """One for each rollout, of all tokens but perhaps the last, with the trainer's own states."""
-    left = [(r.prompt_ids + r.response_ids, len(r.prompt_ids)) for r in rollouts]
+    left = [((*r.prompt_ids, *r.response_ids), len(r.prompt_ids)) for r in rollouts]
     for s in found:
         ids = tuple(s.input_ids.tolist())
         whole, prompt = next(k for k in left if k[0][: len(ids)] == ids and len(ids) >= len(k[0]) - 1)
@@ -78,7 +78,7 @@ def test_a_stop_string_cuts_the_states_with_the_response() -> None:
 
 
 def _has(states: Sequence[HiddenStates], r: Rollout) -> bool:
-    ids = r.prompt_ids + r.response_ids
+    ids = (*r.prompt_ids, *r.response_ids)
     return any(tuple(s.input_ids.tolist()) == ids for s in states)
 
 
@@ -128,7 +128,7 @@ def test_a_small_buffer_is_told_and_what_fits_is_right() -> None:
     found = drain(service, kept(PROMPT, (4, 4)))
     chunk, states = service.take_states(1, EPOCH)
     assert chunk.num_missing > 0 and chunk.lost_bytes > 0 and chunk.num_sequences == len(states) > 0
-    ids = [r.prompt_ids + r.response_ids for r in found.values()]
+    ids = [(*r.prompt_ids, *r.response_ids) for r in found.values()]
     for s in states:
         cut = tuple(s.input_ids.tolist())
         assert any(whole[: len(cut)] == cut for whole in ids)
