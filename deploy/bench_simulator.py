@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from deploy.bench_costs import measured
@@ -117,7 +117,7 @@ def predict(run: Measured, reference: Measured, costs: CostTable, chain: tuple[f
     prompts = {p.id: len(p.token_ids) for p in run.inputs.train}
     scenario = Scenario(
         costs, Recorded(known), GivenAcceptance(chain=chain or (0.0,)), seconds_of(reference),
-        prefill_rate=reference.prefill_rate, prompts=prompts,
+        prefill_rate=reference.prefill_rate, prompts=prompts, dense=run.config.rollout.engine.type == "native",
     )  # fmt: skip
     return list(simulate(run.config, scenario, lambda: 0.0).steps)
 
@@ -139,7 +139,16 @@ def run_bench(
             run = reference if (mode, count) == ("off", 1) else measure(config, mode, count)
             chain = by_position(run.rollouts) if mode == "static" else chain
             rows += _compared(run, count, predict(run, reference, costs, chain), say)
-    return {"bench": "simulator", **provenance(), **_summary(rows), "cost_spread": round(costs.spread, 4), "rows": rows}
+    runs = by_run(rows)
+    say(_table(runs))
+    return {
+        "bench": "simulator",
+        **provenance(),
+        **_summary(rows),
+        "cost_spread": round(costs.spread, 4),
+        "runs": runs,
+        "rows": rows,
+    }
 
 
 def _chains_only(config: ClusterConfig) -> ClusterConfig:
@@ -173,6 +182,33 @@ def _compared(
 
 def _step_s(m: StepMetrics) -> float:
     return m.rollout_s + m.reward_s + m.policy_s + m.publish_s
+
+
+def by_run(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Means of each run's steps after the first, which warms up, and how far the prediction lies beside."""
+    found = list[dict[str, Any]]()
+    for mode, servers in dict.fromkeys((r["mode"], r["servers"]) for r in rows):
+        steps = [r for r in rows if (r["mode"], r["servers"]) == (mode, servers)]
+        steps = steps[1:] or steps
+        run: dict[str, Any] = {"mode": mode, "servers": servers, "steps": len(steps)}
+        for what in ("rollout", "step"):
+            real, other = (mean(r[f"{what}{kind}_s"] for r in steps) for kind in ("", "_predicted"))
+            run |= {f"{what}_s": round(real, 3), f"{what}_predicted_s": round(other, 3)}
+            run[f"{what}_error"] = round(other / real - 1, 4)
+        found.append(run)
+    return found
+
+
+def _table(runs: Sequence[dict[str, Any]]) -> str:
+    lines = [f"{'mode':<7}{'servers':>8}{'rollout s':>10}{'predicted':>10}{'error':>7}{'step s':>8}{'predicted':>10}"
+             f"{'error':>7}   (means of the steps after the first)"]  # fmt: skip
+    for r in runs:
+        cells = "".join(
+            f"{r[f'{what}_s']:>{width}.2f}{r[f'{what}_predicted_s']:>10.2f}{r[f'{what}_error']:>7.1%}"
+            for what, width in (("rollout", 10), ("step", 8))
+        )
+        lines.append(f"{r['mode']:<7}{r['servers']:>8}{cells}")
+    return "\n".join(lines)
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
