@@ -86,8 +86,8 @@ class _Stretch:
         """On another clock, whose zero was `moved_s` earlier."""
         predicted = math.isfinite(self.on_s)
         return StrategySpan(
-            self.start_s + moved_s, self.end_s + moved_s, self.choice.strategy.name, self.choice.reason, self.rounds, self.rounds_s,
-            self.verify_steps, round(self.tokens), self.running_first, self.running_last,
+            self.start_s + moved_s, self.end_s + moved_s, self.choice.strategy.name, self.choice.reason,
+            self.rounds, self.rounds_s, self.verify_steps, round(self.tokens), self.running_first, self.running_last,
             self.on_s if predicted else None, self.off_s if predicted else None,
         )  # fmt: skip
 
