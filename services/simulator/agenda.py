@@ -44,6 +44,8 @@ class Agenda:
 class Call:
     """A `Pending` of virtual time. `settle` and `fail` end it; what comes after the first of them is ignored."""
 
+    __slots__ = ("_agenda", "_answer", "_error", "_on_done", "answered_s", "done", "what")
+
     def __init__(self, what: str, agenda: Agenda, on_done: Callable[[], None]) -> None:
         self.what, self._agenda, self._on_done = what, agenda, on_done
         self.done = False
