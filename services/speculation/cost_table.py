@@ -76,8 +76,8 @@ class CostTable:
         return self.line(strategy, view.running).at(view)
 
     def line(self, strategy: DraftStrategy, running: int) -> CostLine:
-        """The costs at one batch size: a line in the context and in what the drafter has to catch up with. Kept, since
-        the servers of a simulation share a table."""
+        """The costs at one batch size: a line in the context and in what the drafter has to catch up with. Kept: a
+        selector asks again and again, and the servers of a simulation share a table."""
         key = strategy, running
         if key not in self._lines:
             self._lines[key] = self._line(strategy, running)
