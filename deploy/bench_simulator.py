@@ -2,7 +2,9 @@
 
 Real services run side by side on time lines of their own in processor time (`side_by_side`), so that other work and the
 number of cores do not count. The simulation gets what a person would have beforehand or from one small run: a cost
-table measured apart, seconds per token of policy training and prefill from the run with one server and OFF. Given to it
+table measured apart, seconds per token of policy training and prefill from the run with one server and OFF. Processor
+time is not the same from minute to minute where others use the machine, so the table is measured before and after the
+runs of each mode, which stand between; how far the two lie apart is told beside the errors (`cost_drift`). Given to it
 are also each run's response lengths and, where drafts are made, how often they were accepted by position. So it is the
 costs, the batching and the coordinator's decisions that are checked, not the guesses about lengths and acceptance.
 """
@@ -14,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from deploy.bench_costs import measured
@@ -32,7 +34,7 @@ from services.core.types import AcceptanceStats, Group, Rollout, ServerReport, S
 from services.simulator.learning import GivenAcceptance
 from services.simulator.scenario import Recorded, Scenario, Seconds
 from services.simulator.world import Notes, simulate
-from services.speculation.cost_table import CostTable
+from services.speculation.cost_table import CostPoint, CostTable
 from services.speculation.strategy import OFF, draft_strategy
 
 MODES = ("off", "static", "full")
@@ -117,7 +119,7 @@ def predict(run: Measured, reference: Measured, costs: CostTable, chain: tuple[f
     prompts = {p.id: len(p.token_ids) for p in run.inputs.train}
     scenario = Scenario(
         costs, Recorded(known), GivenAcceptance(chain=chain or (0.0,)), seconds_of(reference),
-        prefill_rate=reference.prefill_rate, prompts=prompts,
+        prefill_rate=reference.prefill_rate, prompts=prompts, dense=run.config.rollout.engine.type == "native",
     )  # fmt: skip
     return list(simulate(run.config, scenario, lambda: 0.0).steps)
 
@@ -125,21 +127,52 @@ def predict(run: Measured, reference: Measured, costs: CostTable, chain: tuple[f
 def run_bench(
     config: ClusterConfig, servers: Sequence[int] = (1, 2, 4), seconds: float = 30.0, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    engine = config.rollout.engine
-    arms = [OFF, *(draft_strategy(s) for s in dict.fromkeys((*config.speculation.strategies, STATIC)))]
-    arms = [a for a in dict.fromkeys(arms) if a.drafter in ("off", "eagle")]
-    costs = CostTable.fit(measured(config, arms, engine.max_running, engine.max_len, seconds))
     config = single_threaded(_chains_only(config))
+    share = seconds / (1 + len(MODES))
+    looks = [_look(config, share)]
     reference = measure(config, "off", 1)
-    rows, chain = list[dict[str, Any]](), ()
+    rows = list[dict[str, Any]]()
+    chain: tuple[float, ...] = ()
     say(f"{'servers':>7} {'mode':<7}{'step':>5}{'rollout s':>10}{'predicted':>10}{'error':>7}{'step s':>8}"
         f"{'predicted':>10}{'error':>7}")  # fmt: skip
     for mode in MODES:
-        for count in servers:
-            run = reference if (mode, count) == ("off", 1) else measure(config, mode, count)
+        found = [reference if (mode, n) == ("off", 1) else measure(config, mode, n) for n in servers]
+        looks.append(_look(config, share))
+        costs = CostTable.fit([*looks[-2], *looks[-1]])
+        for count, run in zip(servers, found, strict=True):
             chain = by_position(run.rollouts) if mode == "static" else chain
             rows += _compared(run, count, predict(run, reference, costs, chain), say)
-    return {"bench": "simulator", **provenance(), **_summary(rows), "cost_spread": round(costs.spread, 4), "rows": rows}
+    runs, drift = by_run(rows), drift_of(looks)
+    say(_table(runs))
+    say(f"OFF before and after a mode's runs differs by up to {drift:.1%} in the tables: so much the machine moves")
+    return {
+        "bench": "simulator",
+        **provenance(),
+        **_summary(rows),
+        "cost_spread": round(costs.spread, 4),
+        "cost_drift": round(drift, 4),
+        "runs": runs,
+        "rows": rows,
+    }
+
+
+def _look(config: ClusterConfig, seconds: float) -> list[CostPoint]:
+    engine = config.rollout.engine
+    arms = [OFF, *(draft_strategy(s) for s in dict.fromkeys((*config.speculation.strategies, STATIC)))]
+    arms = [a for a in dict.fromkeys(arms) if a.drafter in ("off", "eagle")]
+    return measured(config, arms, engine.max_running, engine.max_len, seconds)
+
+
+def drift_of(looks: Sequence[Sequence[CostPoint]]) -> float:
+    """How far the machine itself moved: of the costs of OFF in two successive measurements, the largest relative
+    difference (the median over the batches and contexts that were looked at)."""
+    views = [p.view for p in looks[0] if p.strategy.is_off]
+    tables = [CostTable.fit(look) for look in looks]
+
+    def moved(one: CostTable, other: CostTable) -> float:
+        return median(abs(other.seconds(OFF, v).total / one.seconds(OFF, v).total - 1) for v in views)
+
+    return max(moved(one, other) for one, other in pairwise(tables))
 
 
 def _chains_only(config: ClusterConfig) -> ClusterConfig:
@@ -173,6 +206,33 @@ def _compared(
 
 def _step_s(m: StepMetrics) -> float:
     return m.rollout_s + m.reward_s + m.policy_s + m.publish_s
+
+
+def by_run(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Means of each run's steps after the first, which warms up, and how far the prediction lies beside."""
+    found = list[dict[str, Any]]()
+    for mode, servers in dict.fromkeys((r["mode"], r["servers"]) for r in rows):
+        steps = [r for r in rows if (r["mode"], r["servers"]) == (mode, servers)]
+        steps = steps[1:] or steps
+        run: dict[str, Any] = {"mode": mode, "servers": servers, "steps": len(steps)}
+        for what in ("rollout", "step"):
+            real, other = (mean(r[f"{what}{kind}_s"] for r in steps) for kind in ("", "_predicted"))
+            run |= {f"{what}_s": round(real, 3), f"{what}_predicted_s": round(other, 3)}
+            run[f"{what}_error"] = round(other / real - 1, 4)
+        found.append(run)
+    return found
+
+
+def _table(runs: Sequence[dict[str, Any]]) -> str:
+    lines = [f"{'mode':<7}{'servers':>8}{'rollout s':>10}{'predicted':>10}{'error':>7}{'step s':>8}{'predicted':>10}"
+             f"{'error':>7}   (means of the steps after the first)"]  # fmt: skip
+    for r in runs:
+        cells = "".join(
+            f"{r[f'{what}_s']:>{width}.2f}{r[f'{what}_predicted_s']:>10.2f}{r[f'{what}_error']:>7.1%}"
+            for what, width in (("rollout", 10), ("step", 8))
+        )
+        lines.append(f"{r['mode']:<7}{r['servers']:>8}{cells}")
+    return "\n".join(lines)
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class Calls:
         self._clock = clock
         self._check_stop = check_stop
         self._calls: dict[int, _Call] = {}  # by the identity of what they wait for, oldest first
+        self._pending: dict[int, Pending[Any]] = {}  # that, by the same key: each turn asks for all of it
         self._owned: defaultdict[str, set[int]] = defaultdict(set)
         self._numbers = count()  # of equal times the one that was told first comes first
         self._deadlines: list[tuple[float, int, _Call]] = []
@@ -89,7 +90,7 @@ class Calls:
     def drop(self, owner: str) -> None:
         """Forget the owner's calls: answers that still come are ignored."""
         for key in self._owned.pop(owner, ()):
-            del self._calls[key]
+            del self._calls[key], self._pending[key]
 
     def outstanding(self, owner: str) -> int:
         return len(self._owned.get(owner, ()))
@@ -120,8 +121,9 @@ class Calls:
         self._overdue()
 
     def _ready(self, max_wait_s: float) -> list[Pending[Any]]:
-        pending, began_s = [c.pending for c in self._calls.values()], self._clock()
-        ready = self._waiter.wait(pending, max(0.0, min(max_wait_s, self._next_due() - began_s)))
+        began_s = self._clock()
+        wait_s = max(0.0, min(max_wait_s, self._next_due() - began_s))
+        ready = self._waiter.wait(list(self._pending.values()), wait_s)
         self.waited_s += self._clock() - began_s
         return ready
 
@@ -135,7 +137,7 @@ class Calls:
         return self._calls.get(id(call.pending)) is call
 
     def _forget(self, call: _Call) -> None:
-        del self._calls[id(call.pending)]
+        del self._calls[id(call.pending)], self._pending[id(call.pending)]
         owned = self._owned[call.owner]
         owned.discard(id(call.pending))
         if not owned:
@@ -173,7 +175,7 @@ class Calls:
         call = _Call(owner, pending, done, lost, gone or lost, deadline_s, timeout_s, untransferred or lost)
         key = id(pending)
         assert key not in self._calls, f"{pending.what} is waited for twice"
-        self._calls[key] = call
+        self._calls[key], self._pending[key] = call, pending
         self._owned[owner].add(key)
         heapq.heappush(self._deadlines, (deadline_s, next(self._numbers), call))
         return call

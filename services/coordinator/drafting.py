@@ -42,16 +42,23 @@ class _Lane:
     leave_s: float | None = None
 
 
+FAN = 8  # parts that one trainer combines
+TRIES = 3  # trainers lost over combining a round; then its best part is kept alone
+
+Part = tuple[Blob, int]  # a state, and the micro-steps since its round's common beginning that are in it
+
+
 @dataclass(slots=True)
 class _Round:
-    """`parts`: (state, micro-steps since the round's common beginning). `handing`: slots whose part is on its way.
-    `due`: every lane hands in now. `merging`: the slot whose trainer combines them."""
+    """`handing`: slots whose part is on its way. `due`: every lane hands in now. `merging`: parts by the slot whose
+    trainer combines them; `lost`: trainers that did not come to an end with it."""
 
     started_s: float
     handing: set[int] = field(default_factory=set)
-    parts: list[tuple[Blob, int]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     due: bool = False
-    merging: int | None = None
+    merging: dict[int, list[Part]] = field(default_factory=dict)
+    lost: int = 0
 
 
 class _Numbers:
@@ -101,6 +108,7 @@ class Drafting:
         self._telemetry = telemetry
         self._lanes: dict[int, _Lane] = {}
         self._waiting: set[int] = set()  # slots whose lane waits for the round to end
+        self._keeping = False  # their leases
         self._numbers = _Numbers()
         self._round = _Round(0.0)
         self.progress: list[DrafterProgress] = []
@@ -118,13 +126,13 @@ class Drafting:
         assert slot not in self._lanes
         lease = self._leases.change(slot, SlotState.DRAFTING, self._leases[slot].epoch, self._clock())
         lane = _Lane(slot, lease.epoch, self._numbers.take())
-        closing = self._round.due or self._round.merging is not None
+        closing = self._round.due or bool(self._round.merging)
         ending = closing or (not self._lanes and bool(self._round.handing))
         if not self._lanes and not ending:
             self._round = _Round(self._clock())
         self._lanes[slot] = lane
         if ending:
-            self._waiting.add(slot)  # begins from what the round that is ending comes to
+            self._wait(slot)  # begins from what the round that is ending comes to
         else:
             self._begin(lane)
 
@@ -146,7 +154,7 @@ class Drafting:
     def finish(self) -> None:
         """Stop, and wait until no slot trains and `live` holds all that was learned."""
         self.stop_all()
-        while self._lanes or self._round.handing or self._round.parts:
+        while self._lanes or self._round.handing or self._round.merging or self._round.parts:
             self._calls.turn()
             self._fleet.expire()
             self._close_round()
@@ -162,8 +170,9 @@ class Drafting:
         if slot in self._lanes:
             self._remove(slot)
             self._fleet.lose(slot, f"its drafter trainer is lost: {reason}")
-        if self._round.merging == slot:
-            self._round.merging = None  # the parts are still there: another one combines them
+        if slot in self._round.merging:
+            self._round.parts += self._round.merging.pop(slot)  # another one combines them
+            self._round.lost += 1
         self._round.handing.discard(slot)
         self._close_round()
 
@@ -219,10 +228,24 @@ class Drafting:
         if lane.leave_s is not None:
             self._free(lane)
         else:
-            self._waiting.add(lane.slot)
+            self._wait(lane.slot)
         if lane.trained:
             self._take_part(lane)
         self._close_round()
+
+    def _wait(self, slot: int) -> None:
+        self._waiting.add(slot)
+        if not self._keeping:
+            self._keep()
+
+    def _keep(self) -> None:
+        """Renew the leases of slots that wait: their trainers are asked for nothing whose answer would be a heartbeat,
+        and combining what many made can take longer than a lease. Who combines has a time-out of its own."""
+        for slot in self._waiting:
+            self._leases.renew(slot, self._lanes[slot].epoch, self._clock())
+        self._keeping = bool(self._waiting)
+        if self._keeping:
+            self._calls.later(self._leases.heartbeat_s, self._keep)
 
     def _take_part(self, lane: _Lane) -> None:
         """What the lane learned since it began, for the round."""
@@ -253,7 +276,7 @@ class Drafting:
 
     def _close_round(self) -> None:
         """When every member has handed in or left: average, and begin the next round from that."""
-        busy = self._round.handing or self._round.merging is not None
+        busy = self._round.handing or self._round.merging
         if busy or len(self._waiting) < len(self._lanes):
             return
         if len(self._round.parts) > 1:
@@ -264,20 +287,37 @@ class Drafting:
             self._next_round()
 
     def _merge(self) -> None:
-        parts, up = self._round.parts, self._trainers.up
-        # one that waits in its slot rather than one beside a rollout server
-        slot = min(filter(self._trainers.is_up, self._lanes), default=up[0] if up else None)
-        if slot is None:
-            self._tell("drafter_parts_lost", "drafter", "no trainer is left to combine a round: its best part is kept")
+        """A few parts by each of several trainers, side by side, then what these made: an average of averages is the
+        same, and takes no longer for a thousand slots than a few times what it takes for eight."""
+        parts, lanes = self._round.parts, sorted(filter(self._trainers.is_up, self._lanes))
+        mergers = lanes or self._trainers.up  # who waits in its slot rather than who is beside a rollout server
+        if not mergers or self._round.lost >= TRIES:
+            why = (
+                f"{TRIES} trainers were lost over combining a round" if mergers else "no trainer is left to combine one"
+            )
+            self._tell("drafter_parts_lost", "drafter", f"{why}: its best part is kept")
             self._adopt(max(parts, key=lambda part: part[1])[0])
             return
-        self._round.merging = slot
-        pending, merged = self._trainers.clients[slot].merge([s for s, _ in parts], [n for _, n in parts])
-        self._trainers.post(slot, pending, lambda _: self._adopt(merged), self._parts_lost)
+        given = min(len(mergers), len(parts) // FAN + (len(parts) % FAN > 1))  # a single part needs no combining
+        self._round.parts = parts[given * FAN :]
+        for n, slot in enumerate(mergers[:given]):
+            self._combine(slot, parts[n * FAN : (n + 1) * FAN])
 
-    def _parts_lost(self, reason: str) -> None:
-        self._tell("drafter_parts_lost", "drafter", f"what a round came to is lost: {reason}")
-        self._next_round()
+    def _combine(self, slot: int, parts: list[Part]) -> None:
+        self._round.merging[slot] = parts
+        pending, merged = self._trainers.clients[slot].merge([s for s, _ in parts], [n for _, n in parts])
+
+        def combined(_: object) -> None:
+            del self._round.merging[slot]
+            self._round.parts.append((merged, sum(n for _, n in parts)))
+            self._close_round()
+
+        def gone(reason: str) -> None:
+            del self._round.merging[slot]
+            self._tell("drafter_parts_lost", "drafter", f"{len(parts)} parts of a round are lost: {reason}")
+            self._close_round()
+
+        self._trainers.post(slot, pending, combined, gone)
 
     def _adopt(self, state: Blob) -> None:
         self.live = state

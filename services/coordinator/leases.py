@@ -78,6 +78,11 @@ class LeaseBook:
             self._on_change(before, after, now)
         return after
 
+    @property
+    def heartbeat_s(self) -> float:
+        """How often to renew what is to be kept: a late one, or one that is missed, does no harm."""
+        return self._lease_s / 3
+
     def renew(self, slot: int, epoch: int, now: float) -> None:
         """A heartbeat of the holder: any acknowledged command counts. Raises StaleEpochError for a former holder."""
         self._leases[slot] = SlotLease(slot, self._checked(slot, epoch).state, epoch, now + self._lease_s)

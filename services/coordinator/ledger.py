@@ -61,6 +61,10 @@ class Ledger:
         """Work that no server has, oldest first."""
         return tuple(self._queue.values())
 
+    def queues(self, work: GroupWork) -> bool:
+        """Whether it is pending still, as it is."""
+        return self._queue.get(_key(work)) is work
+
     @property
     def complete(self) -> bool:
         return self._open_groups == 0

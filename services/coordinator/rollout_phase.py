@@ -74,7 +74,7 @@ class RolloutPhase:
         self._seen = Slots()
         self._answered_s: dict[int, float] = {}  # slot: when the answer came whose server has no new order yet
         self._advancing: dict[int, frozenset[tuple[str, int]]] = {}  # slot: what its server had when it was asked
-        self._to_come = 0  # servers for which there is work that they are given next
+        self._planned: dict[int, list[GroupWork]] = {}  # what servers are given next, by slot
         self._effort = Effort(clock, lambda: calls.waited_s)
         self._states_step: int | None = None
         # slots whose server was asked for its states in this phase, and those that have not answered yet
@@ -97,6 +97,7 @@ class RolloutPhase:
         self._answered_s.clear()
         self._appointments.begin()
         self._effort.begin()
+        self._planned = {}
         self._tail.begin(ledger)
         self._states_step, self._collected = states_step, set()
         self._fleet.renew_ready()
@@ -107,7 +108,7 @@ class RolloutPhase:
             self._consolidate(drafters)
             self._advance()
             yield from ledger.take_finished()  # after the orders: no server waits for what becomes of the groups
-            self._calls.turn(0.0 if self._to_come else LOOK_S)
+            self._calls.turn(0.0 if self._planned else LOOK_S)
             self._fleet.expire()
         yield from ledger.take_finished()
         while self._collecting:  # an answer that is dropped would be states that nobody has any more
@@ -141,17 +142,24 @@ class RolloutPhase:
 
     def _give_out(self) -> None:
         pending = self._ledger.pending
-        self._to_come = 0
-        if pending:
-            for slot in scheduler.slots_to_wake(pending, self._views(), self._max_running):
-                self._fleet.open(slot)
-            given: dict[int, list[GroupWork]] = {}
-            for choice in scheduler.hand_out(pending, self._views(), self._max_running):
-                given.setdefault(choice.slot, []).append(choice.work)
-            for slot, works in islice(given.items(), GIVEN_AT_ONCE):
+        if pending and not self._planned:
+            self._plan(pending)
+        for slot in list(islice(self._planned, GIVEN_AT_ONCE)):
+            works = [work for work in self._planned.pop(slot) if self._ledger.queues(work)]
+            if works and self._takes_work(slot):  # else it waits for the next plan
                 self._submit(slot, works)
-            self._to_come = max(0, len(given) - GIVEN_AT_ONCE)
         self._drain_and_release()
+
+    def _plan(self, pending: Sequence[GroupWork]) -> None:
+        """For all servers at once, and anew only when all have theirs: it takes a look at each slot and group."""
+        for slot in scheduler.slots_to_wake(pending, self._views(), self._max_running):
+            self._fleet.open(slot)
+        for choice in scheduler.hand_out(pending, self._views(), self._max_running):
+            self._planned.setdefault(choice.slot, []).append(choice.work)
+
+    def _takes_work(self, slot: int) -> bool:
+        views = self._views()
+        return slot in views.accepting and views[slot].serves
 
     def _submit(self, slot: int, works: Sequence[GroupWork]) -> None:
         if self._leases.state(slot) is SlotState.DRAINING:
@@ -207,7 +215,7 @@ class RolloutPhase:
     def _advance(self) -> None:
         working = self._views().working
         for slot in sorted(working.difference(self._advancing)):
-            servers = len(working) + self._to_come
+            servers = len(working) + len(self._planned)
             self._advance_one(slot, self._appointments.stretch_s(servers, self._effort.answer_s))
 
     def _advance_one(self, slot: int, stretch_s: float) -> None:

@@ -107,6 +107,8 @@ def _left_over(pending: Sequence[GroupWork], slots: Slots, max_running: int) -> 
 
 
 def _place(pending: Sequence[GroupWork], slots: Slots, max_running: int) -> list[Assignment]:
+    if not pending:
+        return []  # mostly: no answer of a thousand servers is worth a look at all of them
     loads = [(slots[slot].outstanding, slot) for slot in slots.accepting]
     heapq.heapify(loads)  # least loaded first, of those alike the lowest slot
     placed: list[Assignment] = []
@@ -144,4 +146,5 @@ def slots_to_preempt(pending: Sequence[GroupWork], slots: Slots, max_running: in
     if not pending and not slots.generating:
         return sorted(slots.training)
     needed = _left_over(pending, slots, max_running) - len(slots.idle) if slots.training else 0
-    return sorted(slots.training)[: max(0, needed, len(slots.training) - room)]
+    count = max(needed, len(slots.training) - room)
+    return sorted(slots.training)[:count] if count > 0 else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -23,17 +22,17 @@ class AcceptanceStats:
     @classmethod
     def merged(cls, parts: Iterable[AcceptanceStats]) -> AcceptanceStats:
         """The sum of several requests' accounting."""
-        histogram: Counter[int] = Counter()
-        steps: Counter[str] = Counter()
-        accepted: Counter[str] = Counter()
-        proposed = 0
+        histogram, steps, accepted, proposed = list[int](), dict[str, int](), dict[str, int](), 0
         for part in parts:
-            histogram.update(dict(enumerate(part.histogram)))
-            steps.update(part.steps_by_strategy)
-            accepted.update(part.accepted_by_strategy)
+            histogram.extend([0] * (len(part.histogram) - len(histogram)))
+            for k, number in enumerate(part.histogram):
+                histogram[k] += number
+            _add(steps, part.steps_by_strategy)
+            _add(accepted, part.accepted_by_strategy)
             proposed += part.proposed
-        longest = max((k for k, n in histogram.items() if n), default=-1)
-        return cls(tuple(histogram[k] for k in range(longest + 1)), proposed, dict(steps), dict(accepted))
+        while histogram and not histogram[-1]:
+            histogram.pop()
+        return cls(tuple(histogram), proposed, steps, accepted)
 
     @property
     def verify_steps(self) -> int:
@@ -52,3 +51,8 @@ class AcceptanceStats:
     def acceptance_rate(self) -> float | None:
         """Accepted over proposed draft tokens, in [0, 1]; None when nothing was proposed."""
         return self.num_accepted_tokens / self.proposed if self.proposed else None
+
+
+def _add(sums: dict[str, int], part: Mapping[str, int]) -> None:
+    for name, number in part.items():
+        sums[name] = sums.get(name, 0) + number

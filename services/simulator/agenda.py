@@ -44,12 +44,15 @@ class Agenda:
 class Call:
     """A `Pending` of virtual time. `settle` and `fail` end it; what comes after the first of them is ignored."""
 
+    __slots__ = ("_agenda", "_answer", "_behind", "_error", "_on_done", "answered_s", "done", "what")
+
     def __init__(self, what: str, agenda: Agenda, on_done: Callable[[], None]) -> None:
         self.what, self._agenda, self._on_done = what, agenda, on_done
         self.done = False
         self.answered_s: float | None = None
         self._answer: Any = None
         self._error: LongtailError | None = None
+        self._behind: list[Callable[[], None]] = []
 
     def settle(self, answer: Any) -> None:
         if not self.done:
@@ -61,9 +64,16 @@ class Call:
             self._error = error
             self._end()
 
+    def then(self, action: Callable[[], None]) -> None:
+        """Do it as soon as this has ended, which it has not yet."""
+        assert not self.done
+        self._behind.append(action)
+
     def _end(self) -> None:
         self.done, self.answered_s = True, self._agenda.now
         self._on_done()
+        for action in self._behind:
+            action()
 
     def result(self, timeout_s: float) -> Any:
         give_up_s = self._agenda.now + timeout_s

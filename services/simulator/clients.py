@@ -3,13 +3,15 @@ takes its time each way; what has died does not answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from typing import Any
 
 from services.core.checkpoints import CheckpointNote
-from services.core.errors import ConfigError, ServiceLostError, StaleEpochError
+from services.core.errors import BlobLostError, ConfigError, ServiceLostError, StaleEpochError
 from services.core.gain import Workload
 from services.core.part import Part
 from services.core.protocols import Blob, Pending
@@ -23,35 +25,64 @@ from services.simulator.trainers import PolicyModel, TrainerModel, score
 Timed = tuple[Any, float]  # an answer, and the seconds that the service needs for it
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A call that arrives at `arrival_s`. `needs`: what it was given, some of which may still be under way."""
+
+    call: Call
+    arrival_s: float
+    work: Callable[[float], Timed]
+    needs: tuple[Call, ...]
+
+    @property
+    def missing(self) -> Call | None:
+        return next((need for need in self.needs if not need.done), None)
+
+
 class _Process:
-    """What calls go to. `ask` computes an answer at once, for the moment at which the service will come to it: nothing
-    but its own calls changes a service."""
+    """What calls go to. An answer is computed ahead, for the moment at which the service will come to it: nothing but
+    its own calls changes a service. Only a call that was given what is still under way at its maker waits for that, and
+    those behind it with it, as tasks of a Ray actor do."""
 
     def __init__(self, name: str, waiter: VirtualWaiter, message_s: float) -> None:
         self.name, self._waiter, self._message_s = name, waiter, message_s
         self._agenda = waiter.agenda
         self._free_s = 0.0
         self._open: set[Call] = set()
+        self._queue: deque[_Asked] = deque()
         self._starts, self._up, self._epoch = 1, True, -1
 
-    def ask(self, what: str, work: Callable[[float], Timed]) -> Call:
+    def ask(self, what: str, work: Callable[[float], Timed], needs: Iterable[Blob] = ()) -> Call:
         began, call = self._waiter.stopwatch(), self._waiter.call(f"{self.name}.{what}")
         arrival = self._agenda.now + self._message_s
         if self._up:
-            start = max(arrival, self._free_s)
-            try:
-                answer, seconds = work(start)
-            except StaleEpochError as stale:
-                self._agenda.at(start + self._message_s, partial(call.fail, stale))
-            else:
-                self._free_s = start + seconds
-                self._open.add(call)
-                self._agenda.at(self._free_s + self._message_s, lambda: self._answered(call, answer))
+            self._queue.append(_Asked(call, arrival, work, tuple(_makers(needs))))
+            if len(self._queue) == 1:  # else those before it wait for something
+                self._serve()
         else:
             down = ServiceLostError(self.name, "it is down")
             self._agenda.at(arrival + self._message_s, partial(call.fail, down))
         self._waiter.model_s += self._waiter.stopwatch() - began
         return call
+
+    def _serve(self) -> None:
+        while self._queue:
+            missing = self._queue[0].missing
+            if missing is not None:
+                missing.then(self._serve)
+                return
+            self._do(self._queue.popleft())
+
+    def _do(self, asked: _Asked) -> None:
+        call, start = asked.call, max(asked.arrival_s, self._agenda.now, self._free_s)
+        try:
+            answer, seconds = asked.work(start)
+        except (StaleEpochError, BlobLostError) as error:
+            self._agenda.at(start + self._message_s, partial(call.fail, error))
+        else:
+            self._free_s = start + seconds
+            self._open.add(call)
+            self._agenda.at(self._free_s + self._message_s, lambda: self._answered(call, answer))
 
     def _answered(self, call: Call, answer: Any) -> None:
         self._open.discard(call)
@@ -63,7 +94,9 @@ class _Process:
 
     def kill(self) -> None:
         self._up = False
-        for call in self._open:
+        waiting = [asked.call for asked in self._queue]
+        self._queue.clear()
+        for call in (*self._open, *waiting):
             call.fail(ServiceLostError(self.name, "killed"))
         self._open.clear()
 
@@ -74,12 +107,12 @@ class _Process:
     def process_id(self) -> Call:
         return self.ask("process_id", lambda _: (self._starts, 0.0))
 
-    def _leased(self, what: str, epoch: int, work: Callable[[float], Timed]) -> Call:
+    def _leased(self, what: str, epoch: int, work: Callable[[float], Timed], needs: Iterable[Blob] = ()) -> Call:
         def checked(now: float) -> Timed:
             self.check(epoch)
             return work(now)
 
-        return self.ask(what, checked)
+        return self.ask(what, checked, needs)
 
 
 class SimulatedRollout(_Process):
@@ -115,7 +148,10 @@ class SimulatedRollout(_Process):
         return self._leased("load_policy", epoch, lambda now: self._model.load_policy(version, now))
 
     def load_drafter(self, version: int, blob: Blob, epoch: int) -> Call:
-        return self._leased("load_drafter", epoch, lambda now: self._model.load_drafter(version, _skill(blob), now))
+        def load(now: float) -> Timed:
+            return self._model.load_drafter(version, _skill(blob), now)
+
+        return self._leased("load_drafter", epoch, load, [blob])
 
     def set_strategy(self, name: str | None, epoch: int) -> Call:
         return self._leased("set_strategy", epoch, lambda now: self._model.set_strategy(name, now))
@@ -160,14 +196,14 @@ class SimulatedDrafter(_Process):
         return _parts(self.ask("initial_state", lambda _: ((0, self._first), 0.0)))
 
     def prepare(self, state: Blob) -> Call:
-        return self.ask("prepare", lambda _: self._model.prepare(_skill(state)))
+        return self.ask("prepare", lambda _: self._model.prepare(_skill(state)), [state])
 
     def begin(self, state: Blob, epoch: int, lane: int) -> Call:
         def adopt(_: float) -> Timed:
             self._epoch = epoch
             return self._model.begin(_skill(state), epoch, lane)
 
-        return self.ask("begin", adopt)
+        return self.ask("begin", adopt, [state])
 
     def load_target_head(self, policy_version: int, blob: Blob) -> Call:
         return self.ask("load_target_head", lambda _: (None, 0.0))
@@ -217,19 +253,22 @@ class SimulatedDrafter(_Process):
         return _parts(self.ask("held", lambda _: self._model.held()))
 
     def merge(self, states: Sequence[Blob], micro_steps: Sequence[int]) -> tuple[Part, Blob]:
-        return _parts(self.ask("merge", lambda _: self._model.merge([_skill(s) for s in states], micro_steps)))
+        def combine(_: float) -> Timed:
+            return self._model.merge([_skill(s) for s in states], micro_steps)
+
+        return _parts(self.ask("merge", combine, states))
 
     def checkpoint(self, state: Blob) -> Call:
         return self.ask("checkpoint", lambda _: (None, 0.0))
 
     def export(self, state: Blob) -> tuple[Part, Blob]:
-        return _parts(self.ask("export", lambda _: ((1, _skill(state)), 0.0)))
+        return _parts(self.ask("export", lambda _: ((1, _skill(state)), 0.0), [state]))
 
     def estimate(self, drafters: dict[str, Blob], blob: Blob) -> Call:
         def fit(_: float) -> Timed:
             return self._model.estimate({name: _skill(b) for name, b in drafters.items()}, _value(blob))
 
-        return self.ask("estimate", fit)
+        return self.ask("estimate", fit, [*drafters.values(), blob])
 
 
 class SimulatedPolicy(_Process):
@@ -283,9 +322,22 @@ def _parts(call: Call) -> tuple[Part, Blob]:
     return Part(call, 0), Blob(Part(call, 1))
 
 
+def _makers(blobs: Iterable[Blob]) -> Iterator[Call]:
+    """The calls that these are answers of."""
+    for blob in blobs:
+        if isinstance(blob, Part):
+            assert isinstance(blob.call, Call)
+            yield blob.call
+
+
 def _value(blob: Blob) -> Any:
-    """A reference is resolved where it arrives; here what it stands for may still be under way at its maker."""
-    return blob.result(3600.0) if isinstance(blob, Part) else blob
+    """A reference is resolved where it arrives. Raises BlobLostError when its maker is lost."""
+    if not isinstance(blob, Part):
+        return blob
+    try:
+        return blob.result(0.0)
+    except ServiceLostError as error:
+        raise BlobLostError(f"the answer to {blob.what} is gone: {error}") from error
 
 
 def _skill(blob: Blob) -> Skill:

@@ -76,7 +76,10 @@ class Seconds:
 class Scenario:
     """`costs`: of rounds. `policy_gpus`: the batch's tokens are trained on by so many side by side. `failures`: of a
     slot (its server and its trainer) per hour. `stretch`: a selector's choice stands for at most so many rounds; 1: it
-    is asked before each, as in an engine. `noise`: relative deviation of what rounds are told to have taken."""
+    is asked before each, as in an engine. `noise`: relative deviation of what rounds are told to have taken. `dense`:
+    keys and values of what runs are one block as wide as its longest request, which each pass reads whole, and the
+    rollouts of a group come in together, as in the native engine; otherwise each request is read for itself and comes
+    in alone, as with paged attention."""
 
     costs: CostTable
     lengths: Lengths
@@ -88,5 +91,6 @@ class Scenario:
     failures: float = 0.0
     stretch: int = 1
     noise: float = 0.04
+    dense: bool = False
     seed: int = 0
     prompts: Mapping[str, int] = field(default_factory=dict)  # their tokens by id, where they are known

@@ -13,7 +13,8 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import cast
 
 from services.config.schema import ClusterConfig
@@ -204,7 +205,7 @@ class ServerModel:
     def _admit(self) -> float:
         """Take in what there is room for; seconds of its prefills. The rollouts of a prompt share one."""
         tokens, prompts = 0, set[str]()
-        while self._waiting and len(self._running) < self._capacity:
+        while self._waiting and self._fits():
             request = self._waiting.popleft()
             request.joined, request.used = self._progress, self._told.usage
             self._taken += 1
@@ -220,13 +221,21 @@ class ServerModel:
         self._told.prefilled(tokens, seconds)
         return seconds
 
+    def _fits(self) -> bool:
+        """Whether there is room for the next request, and in a dense block for those of its group behind it."""
+        room = self._capacity - len(self._running)
+        if not self._scenario.dense or room < 1:
+            return room >= 1
+        work = self._waiting[0].work
+        return sum(1 for _ in takewhile(lambda r: r.work is work, self._waiting)) <= room
+
     # ------------------------------------------------------------------ rounds
 
     def _stretch(self, left_s: float, spent: float) -> float:
         """Rounds with one strategy, until a request ends, the budget does or the choice has stood long enough."""
         view = self._view()
         choice = self._choose(view)
-        strategy, running, context = choice.strategy, view.running, view.context_tokens
+        strategy, running, context = choice.strategy, view.running, self._read_by_a_pass(view)
         tokens, line = expected_tokens(strategy, self._law), self._prices.line(strategy, running)
         behind = running * tokens if strategy.drafter in NETWORK else 0.0  # of a drafter in use: one round's
         changed, self._held = strategy != self._held, strategy
@@ -239,7 +248,8 @@ class ServerModel:
         self._unseen = 0.0 if strategy.drafter in NETWORK else self._unseen + rounds * tokens * running
         self._told.stretch(strategy, rounds, tokens, running, seconds, choice, spent)
         if self._learns:
-            stages = self._prices.stages(strategy, view)
+            read = view if context == view.context_tokens else replace(view, context_tokens=context)
+            stages = self._prices.stages(strategy, read)
             self._selector.record(self._outcome(strategy, view, tokens, stages))
         return seconds
 
@@ -251,6 +261,13 @@ class ServerModel:
         context = round(self._base + running * self._progress)
         behind = min(context, round(self._unseen) + running)
         return RoundView(running, context, behind, self._temperature, self._law.version)
+
+    def _read_by_a_pass(self, view: RoundView) -> int:
+        """Tokens of context."""
+        if not self._scenario.dense:
+            return view.context_tokens
+        longest = max([self._part_of_base(request) for _, _, request in self._running])
+        return view.running * round(longest + self._progress)
 
     def _outcome(self, strategy: DraftStrategy, view: RoundView, tokens: float, stages: StageSeconds) -> RoundOutcome:
         """One round of the stretch, as an engine tells it."""
@@ -295,7 +312,7 @@ class ServerModel:
     def _report(self, spent: float) -> ServerReport:
         told, shared = self._told, self._told.usage.since(NOTHING)
         progress = self._progress
-        running = tuple(RunningRequest(r.rollout_id, r.reached(progress), shared) for _, _, r in self._running)
+        running = tuple([RunningRequest(r.rollout_id, r.reached(progress), shared) for _, _, r in self._running])
         return ServerReport(
             finished=tuple(told.finished),
             running=running,
@@ -306,13 +323,14 @@ class ServerModel:
             versions=self._versions,
             prefill_tokens=told.prefill_tokens,
             prefill_s=told.prefill_s,
-            spans=tuple(span.moved(-spent) for span in told.spans),
+            spans=told.spans(-spent),
         )
 
 
 def _binomial(rng: random.Random, count: int, rate: float) -> int:
     """Draws of `count` with this rate; many of them as their normal approximation."""
     if count * rate * (1 - rate) < 9:
-        return sum(rng.random() < rate for _ in range(count)) if count and rate > 0 else 0
+        draw = rng.random
+        return sum([draw() < rate for _ in range(count)]) if rate > 0 else 0
     spread = math.sqrt(count * rate * (1 - rate))
     return min(count, max(0, round(rng.gauss(count * rate, spread))))

@@ -82,11 +82,12 @@ class _Stretch:
         self.on_s += tokens / choice.expected  # NaN where nothing is predicted
         self.off_s += tokens / choice.expected_off
 
-    def span(self) -> StrategySpan:
+    def span(self, moved_s: float) -> StrategySpan:
+        """On another clock, whose zero was `moved_s` earlier."""
         predicted = math.isfinite(self.on_s)
         return StrategySpan(
-            self.start_s, self.end_s, self.choice.strategy.name, self.choice.reason, self.rounds, self.rounds_s,
-            self.verify_steps, round(self.tokens), self.running_first, self.running_last,
+            self.start_s + moved_s, self.end_s + moved_s, self.choice.strategy.name, self.choice.reason,
+            self.rounds, self.rounds_s, self.verify_steps, round(self.tokens), self.running_first, self.running_last,
             self.on_s if predicted else None, self.off_s if predicted else None,
         )  # fmt: skip
 
@@ -106,9 +107,8 @@ class Told:
         self.finished, self.stretches, self.tokens = [], [], 0.0
         self.prefill_tokens, self.prefill_s = 0, 0.0
 
-    @property
-    def spans(self) -> list[StrategySpan]:
-        return [stretch.span() for stretch in self.stretches]
+    def spans(self, moved_s: float) -> tuple[StrategySpan, ...]:
+        return tuple([stretch.span(moved_s) for stretch in self.stretches])
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         self.prefill_tokens += tokens

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from services.speculation.cost_table import CostLine, CostPoint, CostTable
+from services.speculation.cost_table import CostPoint, CostTable
 from services.speculation.round import RoundOutcome, RoundView, StageSeconds
 from services.speculation.strategy import DraftStrategy
 
@@ -54,7 +54,6 @@ class CostModel:
         """Without a table: `CostTable.typical()`, of whose scale nothing is believed."""
         self._shared = _SHARED if table else 1.0
         self.table = table or CostTable.typical()
-        self._lines: dict[tuple[str, int], CostLine] = {}  # the table's, by strategy and running requests
         self._buckets: dict[tuple[str, int], _Factor] = {}
         self._strategies: dict[str, _Factor] = {}
         self._common = _Factor(0.0)
@@ -100,7 +99,7 @@ class CostModel:
 
     def catching_up(self, strategy: DraftStrategy, running: int, tokens: float) -> float:
         """What `tokens` more that the drafter has not seen add to a round, in seconds."""
-        return tokens * self._line(strategy, running).behind * self._extend_factor()
+        return tokens * self.table.line(strategy, running).behind * self._extend_factor()
 
     def spread(self, strategy: DraftStrategy, view: RoundView) -> float:
         """Relative standard deviation of `seconds`' total."""
@@ -128,13 +127,7 @@ class CostModel:
         self._learn(outcome.strategy.name, outcome.view.running, math.log(took / predicted))
 
     def _base(self, strategy: DraftStrategy, view: RoundView) -> StageSeconds:
-        return self._line(strategy, view.running).at(view)
-
-    def _line(self, strategy: DraftStrategy, running: int) -> CostLine:
-        found = self._lines.get((strategy.name, running))
-        if found is None:
-            found = self._lines[strategy.name, running] = self.table.line(strategy, running)
-        return found
+        return self.table.line(strategy, view.running).at(view)
 
     def _extend_factor(self) -> float:
         return math.exp(self._extend.mean + self._common_part())

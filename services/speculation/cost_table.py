@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from services.core.errors import DataError
@@ -75,7 +76,18 @@ class CostTable:
         return self.line(strategy, view.running).at(view)
 
     def line(self, strategy: DraftStrategy, running: int) -> CostLine:
-        """The costs at one batch size: a line in the context and in what the drafter has to catch up with."""
+        """The costs at one batch size: a line in the context and in what the drafter has to catch up with. Kept: a
+        selector asks again and again, and the servers of a simulation share a table."""
+        key = strategy, running
+        if key not in self._lines:
+            self._lines[key] = self._line(strategy, running)
+        return self._lines[key]
+
+    @cached_property
+    def _lines(self) -> dict[tuple[DraftStrategy, int], CostLine]:
+        return {}
+
+    def _line(self, strategy: DraftStrategy, running: int) -> CostLine:
         nothing = self._stages(strategy, running, 0, 0)
         context = self._stages(strategy, running, 1, 0)
         behind = self._stages(strategy, running, 0, 1)

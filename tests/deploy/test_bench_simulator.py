@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bench_simulator import by_position, measure, predict, run_bench, seconds_of
+from deploy.bench_simulator import by_position, drift_of, measure, predict, run_bench, seconds_of
 from services.config.speculation import AdaptiveSelector, eagle_chain
 from services.core.types import AcceptanceStats, FinishReason, Rollout
-from services.speculation.cost_table import CostTable
+from services.speculation.cost_table import CostPoint, CostTable
+from services.speculation.round import RoundView
+from services.speculation.strategy import OFF
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 from tests.services.coordinator.fakes import SAMPLING
 
@@ -44,3 +46,15 @@ def test_the_bench_compares_every_step_of_every_run(tmp_path: Path) -> None:
     assert [(r["mode"], r["servers"]) for r in found["rows"]] == [(mode, 2) for mode in ("off", "static", "full")]
     assert all(r["rollout_s"] > 0 < r["rollout_predicted_s"] for r in found["rows"])
     assert found["rollout_error_worst"] >= found["rollout_error_median"] >= 0
+    assert [(r["mode"], r["steps"]) for r in found["runs"]] == [(mode, 1) for mode in ("off", "static", "full")]
+    assert found["cost_drift"] >= 0
+
+
+def test_drift_is_how_far_the_machine_moved_between_two_looks() -> None:
+    def look(factor: float) -> list[CostPoint]:
+        views = [RoundView(running, running * context) for running in (1, 4, 16) for context in (50, 500)]
+        real = CostTable.typical()
+        return [CostPoint(OFF, v, factor * real.seconds(OFF, v).total) for v in views]
+
+    assert drift_of([look(1.0), look(1.2), look(1.08)]) == pytest.approx(0.2, abs=0.01)
+    assert drift_of([look(1.0), look(1.0)]) == pytest.approx(0.0, abs=1e-6)

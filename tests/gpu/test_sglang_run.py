@@ -6,9 +6,7 @@ run goes on for longer than an engine takes to start.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,50 +16,22 @@ import pytest
 import ray
 
 from deploy.cluster import run_on_ray
-from deploy.provenance import provenance
 from services.config.load import load_config
-from services.core.types import ProgressView, StepMetrics
+from services.core.types import ProgressView
 from tests.gpu.cases import PRESETS
-from tests.services.coordinator.world import Recorder
+from tests.gpu.watching import CALM_STEPS, SETTLED, MemoryWatcher
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(580)]
 
-CALM_STEPS, STEPS, KILL_AT = 20, 40, 22
-RESULTS = Path(__file__).parent / "results"
-
-
-def gpu_bytes() -> int:
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    return int(out.split()[0]) * 2**20
-
-
-def gpu_processes() -> list[str]:
-    """Who holds how much; empty where the driver does not tell."""
-    command = ["nvidia-smi", "--query-compute-apps=pid,name,used_memory", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+STEPS, KILL_AT = 40, 22
 
 
 @dataclass
-class Watcher(Recorder):
-    """Notes the GPU's memory after every step and kills an engine's scheduler process once."""
+class Watcher(MemoryWatcher):
+    """Kills an engine's scheduler process once."""
 
     processes: dict[str, int] = field(default_factory=dict)
-    memory: dict[int, int] = field(default_factory=dict)
-    holders: dict[int, list[str]] = field(default_factory=dict)
     killed: list[int] = field(default_factory=list)
-
-    def step(self, metrics: StepMetrics) -> None:
-        super().step(metrics)
-        self.memory[metrics.step] = gpu_bytes()
-        if metrics.step in (5, CALM_STEPS):
-            self.holders[metrics.step] = gpu_processes()
-        print(
-            f"step {metrics.step} reward {metrics.reward_mean:.3f} acceptance {metrics.acceptance_length} "
-            f"rollout {metrics.rollout_s:.1f} s policy {metrics.policy_s:.1f} s publish {metrics.publish_s:.1f} s "
-            f"drafting {metrics.drafting_s:.1f} s gap {metrics.logprob_gap:.4f} {self.memory[metrics.step] >> 20} MiB",
-            flush=True,
-        )
 
     def learn(self, handles: dict[str, Any]) -> None:
         self.processes = {name: ray.get(h.process_id.remote(), timeout=60) for name, h in handles.items()}
@@ -86,19 +56,7 @@ def watcher(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Watcher:
     watcher = Watcher()
     watcher.watch = watcher.look
     summary = run_on_ray(config, watcher, on_start=watcher.learn)
-    steps = [
-        {"step": m.step, "reward": m.reward_mean, "acceptance_length": m.acceptance_length, "rollout_s": m.rollout_s,
-         "policy_s": m.policy_s, "publish_s": m.publish_s, "drafting_s": m.drafting_s, "logprob_gap": m.logprob_gap,
-         "live": m.acceptance_length_live_offline, "frozen": m.acceptance_length_frozen_offline,
-         "policy_version": m.policy_version, "drafter_version": m.drafter_version, "gpu_bytes": watcher.memory[m.step]}
-        for m in watcher.steps
-    ]  # fmt: skip
-    events = [f"{e.at_s:.1f} {e.kind} {e.subject}: {e.message[:160]}" for e in watcher.events]
-    record = {
-        "provenance": provenance(), "summary": summary, "steps": steps, "events": events, "holders": watcher.holders
-    }  # fmt: skip
-    out = Path(os.environ.get("OUT") or RESULTS) / "sglang_run.json"
-    out.write_text(json.dumps(record, indent=1, default=str) + "\n")
+    watcher.write("sglang_run", summary)
     return watcher
 
 
@@ -114,7 +72,7 @@ def test_versions_and_acceptance_grow_without_a_restart(watcher: Watcher) -> Non
 
 
 def test_no_memory_leak(watcher: Watcher) -> None:
-    assert watcher.memory[CALM_STEPS] == pytest.approx(watcher.memory[5], rel=0.02), watcher.memory
+    assert watcher.memory[CALM_STEPS] == pytest.approx(watcher.memory[SETTLED], rel=0.02), watcher.memory
 
 
 def test_a_killed_engine_is_replaced_serves_again_and_nothing_is_counted_twice(watcher: Watcher) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from services.coordinator.calls import AT_ONCE, Calls
+from services.core.protocols import Pending
 from services.simulator.agenda import Agenda, VirtualWaiter
 
 
@@ -55,3 +59,26 @@ def test_seconds_with_nothing_to_do_are_told_apart_from_those_of_answers() -> No
     crowd.turn()  # the answer comes after a second, and a second is spent on it
     crowd.calls.turn(0.5)
     assert crowd.agenda.now == 2.5 and crowd.calls.waited_s == 1.5
+
+
+def test_only_what_is_still_wanted_is_waited_for() -> None:
+    asked: list[list[str]] = []
+
+    class Seeing(VirtualWaiter):
+        def wait(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[Pending[Any]]:
+            asked.append([p.what for p in pending])
+            return super().wait(pending, timeout_s)
+
+    agenda = Agenda()
+    waiter, done = Seeing(agenda, 0.0, lambda: 0.0), list[str]()
+    calls = Calls(waiter, agenda)
+    for number, owner in enumerate("aabc"):
+        call = waiter.call(f"{owner}{number}")
+        agenda.at(1.0 + number, lambda call=call: call.settle(call.what))  # type: ignore[misc]
+        calls.post(owner, call, done.append, done.append, 9.0)
+    calls.turn(1.5)
+    calls.drop("b")
+    calls.turn(1.5)
+    calls.turn(9.0)
+    assert asked == [["a0", "a1", "b2", "c3"], ["a1", "c3"], ["c3"]]
+    assert done == ["a0", "a1", "c3"]

@@ -106,6 +106,26 @@ def test_trainers_yield_that_there_is_no_room_for() -> None:
     assert slots_to_preempt(works(3), [view(0, S.ROLLOUT, 8), *training], 8, 2) == [1, 2, 3]
 
 
+class Seeing(Slots):
+    """Counts the looks at single slots."""
+
+    looks = 0
+
+    def __getitem__(self, slot: int) -> SlotView:
+        self.looks += 1
+        return super().__getitem__(slot)
+
+
+def test_without_queued_work_no_slot_is_looked_at() -> None:
+    """Each answer of thousands of servers asks anew, and work is queued in the first moments of a phase only."""
+    busy, training = [view(i, S.DRAINING, 3) for i in range(50)], [view(i, S.DRAFTING) for i in range(50, 60)]
+    slots = Seeing([*busy, *training])
+    assert scheduler.hand_out([], slots, 8) == [] and scheduler.slots_to_wake([], slots, 8) == []
+    assert scheduler.slots_to_preempt([], slots, 8, 20) == []
+    assert slots.looks == 0
+    assert len(scheduler.hand_out(works(3), slots, 8)) == 3 and slots.looks > 0
+
+
 STATES = st.sampled_from(list(S))
 
 

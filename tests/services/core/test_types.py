@@ -112,3 +112,27 @@ def test_a_half_done_response_has_a_logprob_for_each_of_its_tokens(tokens: int, 
         PartialRollout(*parts)
     with pytest.raises(AssertionError, match="one logprob per emitted token"):
         dataclasses.replace(rollout(0, tokens), rollout_logprobs=(-0.5,) * logprobs)
+
+
+STATS = st.builds(
+    AcceptanceStats,
+    st.lists(st.integers(0, 5), max_size=4).map(tuple),
+    st.integers(0, 50),
+    st.dictionaries(st.sampled_from("abc"), st.integers(0, 5)),
+    st.dictionaries(st.sampled_from("abc"), st.integers(0, 5)),
+)
+
+
+@given(st.lists(STATS, max_size=5))
+def test_merged_accounting_is_the_sum_without_empty_places_at_the_end(parts: list[AcceptanceStats]) -> None:
+    merged = AcceptanceStats.merged(parts)
+    assert merged.verify_steps == sum(p.verify_steps for p in parts)
+    assert merged.num_accepted_tokens == sum(p.num_accepted_tokens for p in parts)
+    assert merged.proposed == sum(p.proposed for p in parts)
+    assert not merged.histogram or merged.histogram[-1] > 0
+    for k, number in enumerate(merged.histogram):
+        assert number == sum(p.histogram[k] for p in parts if k < len(p.histogram))
+    for name in "abc":
+        for field in ("steps_by_strategy", "accepted_by_strategy"):
+            known = [getattr(p, field) for p in parts]
+            assert getattr(merged, field).get(name, 0) == sum(d.get(name, 0) for d in known)

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from services.simulator.scenario import Recorded
+from services.coordinator.drafting import FAN, TRIES
+from services.simulator.clients import SimulatedDrafter
+from services.simulator.scenario import LogNormal, Recorded, Seconds
+from services.simulator.world import Simulated
 from tests.services.simulator.worlds import cluster, run, scenario
 
 
@@ -127,3 +130,44 @@ def test_the_coordinators_work_grows_with_the_slots_and_not_with_their_square(mo
     """Four times the slots have four times the messages; each may cost a little more, not four times as much."""
     few, many = (bytecodes_of_the_coordinator(slots, mode) for slots in (16, 64))
     assert many < 6 * few, f"{few} operations for 16 slots, {many} for 64"
+
+
+def merging(monkeypatch: pytest.MonkeyPatch, slots: int, merge_s: float) -> tuple[Simulated, list[tuple[float, int]]]:
+    """A run in which combining takes so long for each state; (when, how many states) of every request for it."""
+    asked: list[tuple[float, int]] = []
+    merge = SimulatedDrafter.merge
+
+    def noted(trainer: SimulatedDrafter, states: Any, micro_steps: Any) -> Any:
+        asked.append((trainer._agenda.now, len(states)))
+        return merge(trainer, states, micro_steps)
+
+    monkeypatch.setattr(SimulatedDrafter, "merge", noted)
+    seconds, longest = Seconds(micro_step=0.2, restart=3.0, merge=merge_s), 20_000
+    engine = {"type": "native", "max_running": 8, "max_len": 2 * longest}
+    config = cluster(slots, "full", steps=2, engine=engine, sampling={"max_tokens": longest})
+    return run(config, scenario(seconds=seconds, lengths=LogNormal(200, 2.0, longest))), asked
+
+
+def test_a_round_of_many_slots_is_combined_a_few_parts_at_a_time_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, asked = merging(monkeypatch, 40, 1.0)
+    assert {"slot_lost", "drafter_lost", "drafter_parts_lost"}.isdisjoint(found.events)
+    assert max(count for _, count in asked) == FAN and min(count for _, count in asked) > 1
+    times = [when for when, _ in asked]
+    assert len(set(times)) < len(times), "none at the same time as another"
+
+
+@pytest.mark.parametrize("slots", [12, 24])
+def test_slots_that_wait_for_a_round_keep_their_leases(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
+    """Combining eight states takes longer than a lease, but not than a call may."""
+    config, merge_s = cluster().coordinator, 12.0
+    found, asked = merging(monkeypatch, slots, merge_s)
+    assert config.lease_s < merge_s * max(count for _, count in asked) < config.call_timeout_s
+    assert {"slot_lost", "drafter_lost", "drafter_parts_lost"}.isdisjoint(found.events)
+
+
+def test_a_round_that_nobody_combines_in_time_costs_its_parts_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be handed from one trainer to the next for ever."""
+    found, asked = merging(monkeypatch, 8, 100.0)
+    assert found.events["drafter_parts_lost"] >= 1 and len(found.steps) == 2
+    assert len(asked) == TRIES * found.events["drafter_parts_lost"]
+    assert "slot_lost" not in found.events
