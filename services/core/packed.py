@@ -70,3 +70,13 @@ def packed_logprobs(logprobs: Iterable[float]) -> Packed[float]:
     if isinstance(logprobs, Packed) and logprobs.code == "d":
         return logprobs
     return Packed("d", array("d", logprobs).tobytes())
+
+
+def kept_ids(ids: Sequence[int]) -> Sequence[int]:
+    """As a record keeps them: packed, but a range as it is, which holds nothing for each of its numbers."""
+    return ids if isinstance(ids, range) else packed_ids(ids)
+
+
+def kept_logprobs(logprobs: Sequence[float]) -> Sequence[float]:
+    """As `kept_ids`."""
+    return logprobs if isinstance(logprobs, range) else packed_logprobs(logprobs)

@@ -75,6 +75,9 @@ class RolloutClient(Protocol):
     def advance(self, budget_s: float, epoch: int) -> Pending[ServerReport]:
         """Generate for about `budget_s`, or until nothing is left, then report."""
 
+    def submit_and_advance(self, work: Sequence[GroupWork], budget_s: float, epoch: int) -> Pending[ServerReport]:
+        """Both in one message, for a server that is not generating: a call costs its sender more than what is in it."""
+
     def load_policy(self, version: int, blob: Blob, epoch: int) -> Pending[ServedVersions]: ...
 
     def load_drafter(self, version: int, blob: Blob, epoch: int) -> Pending[ServedVersions]: ...

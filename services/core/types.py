@@ -13,7 +13,7 @@ from typing import Any
 
 from services.core.acceptance import AcceptanceStats as AcceptanceStats  # noqa: PLC0414
 from services.core.buffer import BufferView as BufferView  # noqa: PLC0414
-from services.core.packed import packed_ids, packed_logprobs
+from services.core.packed import kept_ids, kept_logprobs
 from services.core.partial import PartialRollout as PartialRollout  # noqa: PLC0414
 from services.core.spans import SlotSpan as SlotSpan  # noqa: PLC0414
 from services.core.spans import StrategySpan as StrategySpan  # noqa: PLC0414
@@ -93,7 +93,7 @@ class FinishReason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One prompt + one response + logprobs + versions. Ids and log probabilities may be given as any sequence and are
-    kept packed, equal to the tuple of them.
+    kept packed, equal to the tuple of them; a simulation gives ranges, which are kept as they are.
 
     `rollout_logprobs`: one entry per token of `response_ids`, natural log under the *processed* target distribution
     (temperature, top-k, top-p, min-p applied, in this order; a greedy token has 0.0); `logprob_convention` says so.
@@ -120,9 +120,9 @@ class Rollout:
 
     def __post_init__(self) -> None:
         assert len(self.rollout_logprobs) == len(self.response_ids), "one logprob per emitted token"
-        object.__setattr__(self, "prompt_ids", packed_ids(self.prompt_ids))
-        object.__setattr__(self, "response_ids", packed_ids(self.response_ids))
-        object.__setattr__(self, "rollout_logprobs", packed_logprobs(self.rollout_logprobs))
+        object.__setattr__(self, "prompt_ids", kept_ids(self.prompt_ids))
+        object.__setattr__(self, "response_ids", kept_ids(self.response_ids))
+        object.__setattr__(self, "rollout_logprobs", kept_logprobs(self.rollout_logprobs))
 
     @property
     def rollout_id(self) -> str:

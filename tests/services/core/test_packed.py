@@ -62,6 +62,13 @@ def test_packing_again_copies_nothing() -> None:
     assert packed_ids(packed) is packed
 
 
+def test_a_range_is_kept_as_it_is() -> None:
+    """What a simulation gives for ids that nobody reads takes neither time nor memory."""
+    response = replace(rollout(2), response_ids=range(10**9), rollout_logprobs=range(10**9))
+    assert response.response_ids == range(10**9)
+    assert response.rollout_logprobs == range(10**9)
+
+
 def test_a_tensor_given_as_ids_is_numbers_afterwards() -> None:
     packed = packed_ids(torch.tensor([3, 4]))
     assert packed == (3, 4)
@@ -82,7 +89,7 @@ def rollout(tokens: int) -> Rollout:
         index=0,
         seed=1,
         prompt_ids=(1, 2),
-        response_ids=range(tokens),
+        response_ids=list(range(tokens)),
         rollout_logprobs=[-0.5 - i for i in range(tokens)],
         text="x",
         finish_reason=FinishReason.STOP,
