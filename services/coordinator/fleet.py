@@ -70,6 +70,7 @@ class Fleet:
         self.on_new: Callable[[int, int], None] = lambda slot, epoch: None  # a server that serves nothing yet is opened
         self.on_blobs_lost: Callable[[], None] = lambda: None  # weights that a server needs: publish them again
         self._served: list[ServedVersions | None] = [None for _ in servers]
+        self._uses: dict[int, str | None] = {}  # what servers acknowledged that they are forced to use
         self._ready: set[int] = set()
         self.touched: set[int] = set()  # slots whose readiness changed since whoever looks cleared it
         self._gone: set[int] = set()
@@ -221,6 +222,7 @@ class Fleet:
         self._calls.drop(name)
         self._unready(slot)
         self._served[slot] = None
+        self._uses.pop(slot, None)
         self._leases.change(slot, SlotState.LOST, self._leases[slot].epoch, self._clock())
         self._tell("slot_lost", name, f"slot {slot} is lost: {reason}")
         self.on_lost(slot)
@@ -292,6 +294,7 @@ class Fleet:
         if last is not None and has != last:
             self._tell("server_restarted", client.name, f"it serves {_say(has)} where it had {_say(last)}")
         if has.policy is None:
+            self._uses.pop(slot, None)
             self.on_new(slot, epoch)
         if self._lends:
             self._post(slot, client.switch_memory(False, epoch), lambda _: self._heard(slot, epoch))
@@ -303,13 +306,26 @@ class Fleet:
         failed = partial(self._untransferred, slot, epoch, has) if copy is None else None
         for pending in loads[:-1]:
             self._post_load(slot, pending, lambda _: self._heard(slot, epoch), failed)
-        versions = loads[-1:]
-        strategy = client.set_strategy(self.forced, epoch)
-        if versions:
-            self._post(slot, strategy, lambda _: self._heard(slot, epoch))
-            self._post_load(slot, versions[0], lambda answer: self._opened(slot, epoch, answer), failed)
-        else:
-            self._post(slot, strategy, lambda _: self._opened(slot, epoch, has))
+        for pending in loads[-1:]:
+            self._post_load(slot, pending, lambda answer: self._opened(slot, epoch, answer), failed)
+        self._force(
+            slot, epoch, (lambda: self._heard(slot, epoch)) if loads else lambda: self._opened(slot, epoch, has)
+        )
+
+    def _force(self, slot: int, epoch: int, then: Callable[[], None]) -> None:
+        """Have the server use what is forced, unless it has acknowledged that before: a call less for each server and
+        phase."""
+        name = self.forced
+        if slot in self._uses and self._uses[slot] == name:
+            then()
+            return
+        self._uses.pop(slot, None)  # until the answer, which may never come, it uses the one or the other
+
+        def done(_: None) -> None:
+            self._uses[slot] = name
+            then()
+
+        self._post(slot, self.servers[slot].set_strategy(name, epoch), done)
 
     def _untransferred(self, slot: int, epoch: int, has: ServedVersions, reason: str) -> None:
         """The policy did not reach the server over a direct connection. It gets a copy through the object store, so
