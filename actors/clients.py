@@ -161,6 +161,9 @@ class RayRolloutClient(_Client):
     def advance(self, budget_s: float, epoch: int) -> RayCall:
         return self._control("advance", budget_s, epoch)
 
+    def submit_and_advance(self, work: Sequence[GroupWork], budget_s: float, epoch: int) -> RayCall:
+        return self._control("submit_and_advance", work, budget_s, epoch)
+
     def load_policy(self, version: int, blob: Blob, epoch: int) -> RayCall:
         return self._call("load_policy", version, blob, epoch)
 

@@ -52,6 +52,9 @@ class RolloutActor:
     def advance(self, budget_s: float, epoch: int) -> ServerReport:
         return self._service.advance(budget_s, epoch)
 
+    def submit_and_advance(self, work: Sequence[GroupWork], budget_s: float, epoch: int) -> ServerReport:
+        return self._service.submit_and_advance(work, budget_s, epoch)
+
     def load_policy(self, version: int, weights: Mapping[str, Any] | Offer, epoch: int) -> ServedVersions:
         if isinstance(weights, Offer):
             return self._service.receive_policy(version, self._inbox.open(weights), epoch)

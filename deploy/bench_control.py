@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -29,7 +29,7 @@ from deploy.modes import in_mode
 from deploy.provenance import provenance
 from deploy.session import ray_session
 from deploy.simulating import Question, scenario_of, sized
-from deploy.slot_host import SlotHandle, SlotHost
+from deploy.slot_host import SlotHandle, SlotHost, whole_prompt
 from services.config.schema import ClusterConfig
 from services.coordinator.stats import quantile
 from services.coordinator.telemetry.table import BY_NAME
@@ -75,7 +75,9 @@ def run_bench(config: ClusterConfig, load: Load, say: Callable[[str], None] = pr
                 handles |= {f"{kind}-{slot}": SlotHandle(host, kind, slot) for kind in ("rollout", "drafter")}
         handles |= {name: SlotHandle(hosts[0], name, 0) for name in ("policy", "reward")}
         processes = _answering(hosts)
-        coordinator = start_coordinator(config, build_inputs(config, scenario), "bench-control", handles, None)
+        inputs = build_inputs(config, scenario)
+        inputs = replace(inputs, train=tuple(whole_prompt(p) for p in inputs.train))
+        coordinator = start_coordinator(config, inputs, "bench-control", handles, None)
         found = _follow(coordinator, processes, load.limit_s)
         calls, gaps = _measured(hosts)
     return _result(load, found, calls, gaps, say)

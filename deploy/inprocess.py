@@ -164,6 +164,9 @@ class LocalRolloutClient(_Client):
     def advance(self, budget_s: float, epoch: int) -> LocalCall:
         return self._control("advance", budget_s, epoch)
 
+    def submit_and_advance(self, work: Sequence[GroupWork], budget_s: float, epoch: int) -> LocalCall:
+        return self._control("submit_and_advance", work, budget_s, epoch)
+
     def load_policy(self, version: int, blob: Blob, epoch: int) -> LocalCall:
         return self._service.run("load_policy", lambda s: s.load_policy(version, _value(blob), epoch))
 

@@ -1,7 +1,8 @@
 """An actor that stands for hundreds of slots: simulated servers and trainers in real time, each in its own order.
 
 The coordinator talks to them as to one actor each: `SlotHandle` is what its clients take for an actor's handle, and
-every call goes over Ray. What a service would compute it waits for.
+every call goes over Ray with the arguments that an actor of its own would get: which service is meant is in the name of
+the task, which every task has. What a service would compute it waits for.
 """
 
 from __future__ import annotations
@@ -14,18 +15,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import ray
+
 from services.config.schema import ClusterConfig
 from services.core.errors import StaleEpochError
-from services.core.types import DrafterProgress, Reward, Rollout, ServerReport
+from services.core.packed import packed_ids, packed_logprobs
+from services.core.types import DrafterProgress, Prompt, Reward, Rollout, ServerReport
 from services.simulator.learning import Skill
 from services.simulator.scenario import Scenario
 from services.simulator.server import Prices, ServerModel
 from services.simulator.trainers import PolicyModel, TrainerModel, score
 
+ADVANCES = frozenset({"advance", "submit_and_advance"})  # what a server answers with a report
+
+TOKEN_CHARS = 3  # of text, about
+
 
 class _Server:
-    """A rollout server: its model behind epochs. `gaps`: seconds from an answer to `advance` until it was asked to go
-    on, in one phase."""
+    """A rollout server: its model behind epochs. `gaps`: seconds from a report until it was asked to go on, in one
+    phase."""
 
     def __init__(self, model: ServerModel) -> None:
         self._model, self._epoch = model, -1
@@ -45,13 +53,13 @@ class _Server:
             return self._model.open_epoch(self._epoch, now)
         if args[-1] != self._epoch:
             raise StaleEpochError(f"epoch {args[-1]} where {self._epoch} is: renew the lease")
-        if method == "advance" and told_s is not None:
+        if method in ADVANCES and told_s is not None:
             self.gaps.append(now - told_s)
         given = (args[0],) if method == "load_policy" else tuple(args[:-1])
         return getattr(self._model, method)(*given, now)  # type: ignore[no-any-return]
 
     def told(self, method: str, answer: Any) -> Any:
-        if method != "advance":
+        if method not in ADVANCES:
             return answer
         report: ServerReport = replace(answer, finished=tuple(_whole(r) for r in answer.finished))
         if report.running or report.waiting:
@@ -60,9 +68,15 @@ class _Server:
 
 
 def _whole(rollout: Rollout) -> Rollout:
-    """With token ids and log probabilities, so that its message has its size."""
+    """With token ids, log probabilities and text, so that its message has its size."""
     count = len(rollout.response_ids)
-    return replace(rollout, response_ids=tuple(range(count)), rollout_logprobs=(-0.5,) * count)
+    ids, logprobs = packed_ids(range(count)), packed_logprobs((-0.5,) * count)
+    return replace(rollout, response_ids=ids, rollout_logprobs=logprobs, text="x" * (TOKEN_CHARS * count))
+
+
+def whole_prompt(prompt: Prompt) -> Prompt:
+    """As `_whole`: a simulation's has no token ids, only their number."""
+    return replace(prompt, token_ids=tuple(prompt.token_ids), text="x" * (TOKEN_CHARS * len(prompt.token_ids)))
 
 
 class _Trainer:
@@ -145,9 +159,9 @@ class SlotHost:
         """(calls so far, seconds from answers to the next orders)."""
         return self.calls, [gap for server in self._servers.values() for gap in server.gaps]
 
-    async def call(self, header: tuple[str, int, int, str], *args: Any) -> Any:
-        """`header`: (kind, slot, number, method); the number is of the service's calls, from 0; -1: it overtakes."""
-        kind, slot, number, method = header
+    async def call(self, *args: Any) -> Any:
+        """What the task is named: see `_address`."""
+        kind, slot, number, method = _addressed(ray.get_runtime_context().get_task_name())
         self.calls += 1
         if number < 0:
             return self._trainers[slot].interrupt(*args)
@@ -185,6 +199,16 @@ class SlotHost:
         return answer
 
 
+def _address(kind: str, slot: int, number: int, method: str) -> str:
+    """`number`: of the service's calls, from 0; -1: it overtakes."""
+    return f"{kind} {slot} {number} {method}"
+
+
+def _addressed(name: str) -> tuple[str, int, int, str]:
+    kind, slot, number, method = name.split()
+    return kind, int(slot), int(number), method
+
+
 class SlotHandle:
     """One service in a host, with the surface of an actor's handle. Its calls are numbered: one process makes them."""
 
@@ -194,22 +218,23 @@ class SlotHandle:
     def __getattr__(self, method: str) -> _Method:
         if method.startswith("_"):
             raise AttributeError(method)
-        return _Method(self, method, self._host.call)
+        return _Method(self, method)
 
-    def _send(self, call: Any, method: str, args: tuple[Any, ...]) -> Any:
+    def _send(self, method: str, num_returns: int, args: tuple[Any, ...]) -> Any:
         number = -1
         if method != "interrupt":
             number, self._calls = self._calls, self._calls + 1
-        return call.remote((self._kind, self._slot, number, method), *args)
+        name = _address(self._kind, self._slot, number, method)
+        return self._host.call.options(name=name, num_returns=num_returns).remote(*args)
 
 
 class _Method:
-    def __init__(self, handle: SlotHandle, method: str, call: Any) -> None:
-        self._handle, self._method, self._call = handle, method, call
+    def __init__(self, handle: SlotHandle, method: str, num_returns: int = 1) -> None:
+        self._handle, self._method, self._num_returns = handle, method, num_returns
 
     def options(self, num_returns: int = 1, concurrency_group: str = "") -> _Method:
         """A host runs its calls side by side: what overtakes needs no group."""
-        return _Method(self._handle, self._method, self._call.options(num_returns=num_returns))
+        return _Method(self._handle, self._method, num_returns)
 
     def remote(self, *args: Any) -> Any:
-        return self._handle._send(self._call, self._method, args)
+        return self._handle._send(self._method, self._num_returns, args)

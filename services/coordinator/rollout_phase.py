@@ -30,7 +30,7 @@ from services.core.protocols import Clock
 from services.core.types import GroupWork, RunEvent, ServerReport, SlotState
 
 # So many servers are given work between two looks at the answers: a thousand that begin together would otherwise hold
-# up those that report first, for seconds. Each gives two answers soon, so that no crowd of them is left.
+# up those that report first, for seconds.
 GIVEN_AT_ONCE = AT_ONCE // 2
 
 
@@ -166,6 +166,9 @@ class RolloutPhase:
             self._change(slot, SlotState.ROLLOUT)
         for work in works:
             self._ledger.assign(work, slot)
+        if slot not in self._advancing:
+            self._advance_one(slot, works)
+            return
         client, epoch = self._fleet.client(slot), self._leases[slot].epoch
         pending = client.submit(works, epoch)
         self._calls.post(
@@ -213,17 +216,18 @@ class RolloutPhase:
     # ------------------------------------------------------------------ one outstanding `advance` per server with work
 
     def _advance(self) -> None:
-        working = self._views().working
-        for slot in sorted(working.difference(self._advancing)):
-            servers = len(working) + len(self._planned)
-            self._advance_one(slot, self._appointments.stretch_s(servers, self._effort.answer_s))
+        for slot in sorted(self._views().working.difference(self._advancing)):
+            self._advance_one(slot)
 
-    def _advance_one(self, slot: int, stretch_s: float) -> None:
+    def _advance_one(self, slot: int, works: Sequence[GroupWork] = ()) -> None:
+        """`works`: what its server is given with that."""
         client, epoch = self._fleet.client(slot), self._leases[slot].epoch
         self._advancing[slot] = self._ledger.held(slot)
+        budget_s = self._tail.shortened(slot, self._stretch_s())
+        order = client.submit_and_advance(works, budget_s, epoch) if works else client.advance(budget_s, epoch)
         self._calls.post(
             client.name,
-            client.advance(self._tail.shortened(slot, stretch_s), epoch),
+            order,
             lambda report: self._reported(slot, epoch, report),
             lambda reason: self._fleet.lose(slot, reason),
             self._timeout_s,
@@ -231,6 +235,10 @@ class RolloutPhase:
         answered_s = self._answered_s.pop(slot, None)
         if answered_s is not None:
             self._telemetry.decided(self._clock() - answered_s)
+
+    def _stretch_s(self) -> float:
+        servers = len(self._views().working) + len(self._planned)
+        return self._appointments.stretch_s(servers, self._effort.answer_s)
 
     def _reported(self, slot: int, epoch: int, report: ServerReport) -> None:
         self._effort.reported()

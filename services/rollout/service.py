@@ -131,6 +131,10 @@ class RolloutService:
         self._open.difference_update((r.group_id, r.index) for r in report.finished)
         return report
 
+    def submit_and_advance(self, work: Sequence[GroupWork], budget_s: float, epoch: int) -> ServerReport:
+        self.submit(work, epoch)
+        return self.advance(budget_s, epoch)
+
     def load_policy(self, version: int, tensors: Mapping[str, Tensor], epoch: int) -> ServedVersions:
         self._check(epoch)
         self._engine.load_policy(version, tensors)

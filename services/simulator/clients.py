@@ -144,6 +144,11 @@ class SimulatedRollout(_Process):
     def advance(self, budget_s: float, epoch: int) -> Call:
         return self._leased("advance", epoch, lambda now: self._model.advance(budget_s, now))
 
+    def submit_and_advance(self, work: Sequence[GroupWork], budget_s: float, epoch: int) -> Call:
+        return self._leased(
+            "submit_and_advance", epoch, lambda now: self._model.submit_and_advance(work, budget_s, now)
+        )
+
     def load_policy(self, version: int, blob: Blob, epoch: int) -> Call:
         return self._leased("load_policy", epoch, lambda now: self._model.load_policy(version, now))
 

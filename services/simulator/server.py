@@ -202,6 +202,10 @@ class ServerModel:
                 self._told.finished.append(self._rollout(request, now + spent))
         return self._report(spent), spent
 
+    def submit_and_advance(self, works: Sequence[GroupWork], budget_s: float, now: float) -> tuple[ServerReport, float]:
+        self.submit(works, now)
+        return self.advance(budget_s, now)
+
     def _admit(self) -> float:
         """Take in what there is room for; seconds of its prefills. The rollouts of a prompt share one."""
         tokens, prompts = 0, set[str]()

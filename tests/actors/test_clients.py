@@ -105,6 +105,8 @@ def test_smuggled_tensors_are_refused_both_ways(handle: Any) -> None:
         smuggler = type(prompt)("p", "t", (1,), "a", "task", {"deep": [bad]})
         with pytest.raises(ControlMessageError, match="by reference"):
             client.submit([smuggler], 1)  # type: ignore[list-item]
+        with pytest.raises(ControlMessageError, match="by reference"):
+            client.submit_and_advance([smuggler], 0.1, 1)  # type: ignore[list-item]
     with pytest.raises(ControlMessageError, match="train_step"):
         RayPolicyClient("policy", handle).train_step(TrainBatch(torch.tensor(1), (), ()))  # type: ignore[arg-type]
     with pytest.raises(ControlMessageError, match=r"answer of rollout-0\.open_epoch"):

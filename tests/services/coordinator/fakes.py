@@ -125,6 +125,10 @@ class FakeRollout:
             for w, i, seed, _, known in out
         )  # fmt: skip
 
+    def submit_and_advance(self, work: Any, budget_s: float, epoch: int) -> ServerReport:
+        self.submit(work, epoch)
+        return self.advance(budget_s, epoch)
+
     def advance(self, budget_s: float, epoch: int) -> ServerReport:
         self._check(epoch)
         start, done, tokens, rounds, steps, first = self.clock(), [], 0, 0, 0, len(self.requests)

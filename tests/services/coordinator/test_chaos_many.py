@@ -18,7 +18,7 @@ from services.core.types import SlotState
 from tests.services.coordinator.world import CoordinatorKilled, World, tiny_config
 
 STEPS, PROMPTS, GROUP = 24, 8, 4
-REPEATED = 0.02  # of all messages
+REPEATED = 0.03  # of all messages
 
 
 class Faults:

@@ -28,10 +28,10 @@ def test_looks_at_answers_come_between_the_orders() -> None:
     given: list[str] = []  # servers that got work; "" is a look
 
     class Client(LocalRolloutClient):
-        def submit(self, work: Sequence[GroupWork], epoch: int) -> Any:
+        def submit_and_advance(self, work: Sequence[GroupWork], budget_s: float, epoch: int) -> Any:
             given.append(self.name)
             assert len(work) == 2, "all that a server gets comes in one call"
-            return super().submit(work, epoch)
+            return super().submit_and_advance(work, budget_s, epoch)
 
     class Waiter:
         def wait(self, pending: Sequence[Any], timeout_s: float) -> list[Any]:
@@ -66,9 +66,13 @@ def test_work_of_a_server_that_is_lost_before_it_gets_it_goes_to_others() -> Non
     given: list[tuple[str, int]] = []
 
     class Client(LocalRolloutClient):
-        def submit(self, work: Sequence[GroupWork], epoch: int) -> Any:
+        def submit_and_advance(self, work: Sequence[GroupWork], budget_s: float, epoch: int) -> Any:
             if not given:
                 world.coordinator._fleet.lose(SERVERS - 1, "a test takes it")
+            given.append((self.name, sum(len(w.indices) for w in work)))
+            return super().submit_and_advance(work, budget_s, epoch)
+
+        def submit(self, work: Sequence[GroupWork], epoch: int) -> Any:
             given.append((self.name, sum(len(w.indices) for w in work)))
             return super().submit(work, epoch)
 

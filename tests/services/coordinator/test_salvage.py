@@ -38,12 +38,12 @@ class LostMachine:
 @pytest.mark.parametrize("slot", [0, 1])
 @pytest.mark.parametrize("back_after_s", [0.3, 2.0, 8.0])
 def test_the_run_goes_on_and_the_drafter_with_it(slot: int, back_after_s: float) -> None:
-    world = World(tiny_config(run={"steps": 10, "eval_prompts": 4, "compare_prompts": 2, "compare_repeats": 1}))
+    world = World(tiny_config(run={"steps": 12, "eval_prompts": 4, "compare_prompts": 2, "compare_repeats": 1}))
     machine = LostMachine(world, slot, (2, 4, 7), back_after_s)
     summary = world.coordinator.run()
 
     assert machine.lost_states and summary["status"] == "finished"
-    for step in range(1, 11):
+    for step in range(1, 13):
         ids = [r.rollout_id for g in world.observer.groups[step] for r in g.rollouts]
         assert len(ids) == len(set(ids)) == 6 * 4
     versions = [m.drafter_version for m in world.observer.steps]

@@ -89,6 +89,17 @@ def test_a_report_tells_what_runs_and_waits(service: RolloutService) -> None:
     assert (idle.finished, idle.running, idle.waiting, idle.new_tokens) == ((), (), 0, 0)
 
 
+def test_work_that_comes_with_an_order_to_advance_runs_at_once(service: RolloutService) -> None:
+    works = [group((1, 2, n), 2) for n in range(3, 5)]
+    with pytest.raises(StaleEpochError):
+        service.submit_and_advance(works, 0.0, 0)
+    assert service.advance(0.0, 1).new_tokens == 0, "refused work was queued"
+    report = service.submit_and_advance(works, 0.0, 1)
+    assert len(report.running) == 4 and report.new_tokens >= 4
+    found, _ = drain(service, 1, 60.0)
+    check_all(MODEL, found)
+
+
 def test_work_that_comes_twice_runs_once(service: RolloutService) -> None:
     works = [group((1, 2, n), 2) for n in range(3, 6)]
     service.submit(works, 1)
