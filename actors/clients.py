@@ -47,19 +47,39 @@ def reachable_host(bound: str) -> str:
     return str(ray.util.get_node_ip_address()) if bound in ANY_INTERFACE else bound
 
 
+class _News:
+    """How many calls of this process have been answered."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._more = threading.Condition()
+
+    def tell(self) -> None:
+        with self._more:
+            self.count += 1
+            self._more.notify_all()
+
+    def wait(self, count: int, timeout_s: float) -> None:
+        """Until there are more than `count`."""
+        with self._more:
+            self._more.wait_for(lambda: self.count != count, timeout_s)
+
+
+_NEWS = _News()
+
+
 class _Bell:
     """Rung from a thread of Ray's when a call is answered: `rung_s` is when. Apart from the call, which is so free at
     once when nobody wants its answer any more."""
 
+    __slots__ = ("rung_s",)
+
     def __init__(self) -> None:
         self.rung_s: float | None = None
-        self.news: threading.Event | None = None
 
     def ring(self, _: Future[Any]) -> None:
         self.rung_s = time.monotonic()
-        news = self.news  # a waiter that sets it looks at `rung_s` afterwards
-        if news is not None:
-            news.set()
+        _NEWS.tell()
 
 
 class RayCall:
@@ -100,28 +120,24 @@ class RayCall:
 
 class RayWaiter:
     """Is told of answers instead of asking Ray for them: with a thousand calls under way one `ray.wait` takes longer
-    than all that the coordinator does with an answer. Looking whether they are rung is two attributes each. `sleep`
-    passes the time when nothing is outstanding but a timer is."""
+    than all that the coordinator does with an answer. Looking whether they are rung is two attributes each, and nothing
+    is put down with them. `sleep` passes the time when nothing is outstanding but a timer is."""
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         self._sleep = sleep
-        self._news = threading.Event()
 
     def wait(self, pending: Sequence[RayCall], timeout_s: float) -> list[RayCall]:
         if not pending:
             self._sleep(timeout_s)
             return []
-        news = self._news
-        for call in pending:
-            call.bell.news = news
         deadline = time.monotonic() + timeout_s
         while True:
-            news.clear()  # before looking: what is answered from here on sets it again
+            count = _NEWS.count  # before looking: what is answered from here on is more
             ready = [call for call in pending if call.bell.rung_s is not None]
             left = deadline - time.monotonic()
             if ready or left <= 0:
                 return ready
-            news.wait(left)
+            _NEWS.wait(count, left)
 
 
 class _Client:
