@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from operator import mul
 
+from services.core.pickled import pickled_by_call
 
+
+@pickled_by_call
 @dataclass(frozen=True, slots=True)
 class AcceptanceStats:
     """Speculation accounting of one rollout (or a sum of several). `histogram[k]` counts verify steps that accepted k

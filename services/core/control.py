@@ -2,8 +2,8 @@
 
 Tensors travel by reference (`Blob`), never inside a record: a tensor in a record would be copied through the
 coordinator on every hop. Standard library only, so arrays are recognised by the package of their type. Every message
-of thousands of slots passes here: how to look into a type is found out once, the parts of a message are looked at all
-together where they are plain, and the path is put together only for an error.
+of thousands of slots passes here: how to look into a type is found out once, and the path is put together only for
+an error.
 """
 
 from __future__ import annotations
@@ -24,25 +24,38 @@ Parts = Callable[[Any], Sequence[Any]]
 
 def refuse_tensors(message: Any, what: str) -> None:
     """Raise ControlMessageError, naming the path inside `message`, when it holds array data or raw bytes."""
+    if _is_clean(message):
+        return
     found = _smuggled(message)
-    if found is not None:
-        path, kind = found
-        raise ControlMessageError(
-            f"{what}{path} holds a {kind.__module__}.{kind.__qualname__}: control messages carry ids, versions and "
-            "counts; send tensor data by reference (Blob)"
-        )
+    assert found is not None
+    path, kind = found
+    raise ControlMessageError(
+        f"{what}{path} holds a {kind.__module__}.{kind.__qualname__}: control messages carry ids, versions and "
+        "counts; send tensor data by reference (Blob)"
+    )
+
+
+def _is_clean(message: object) -> bool:
+    """Layer by layer: all that is in the message, then all that is in that."""
+    layer: list[object] = [message]
+    while layer:
+        parts: list[object] = []
+        for thing in layer:
+            look = _parts_of(type(thing))
+            if look is None:
+                return False
+            parts += look(thing)
+        layer = [part for part in parts if type(part) not in _PLAIN]
+    return True
 
 
 def _smuggled(message: object) -> tuple[str, type] | None:
     """(path inside `message`, type) of the first thing that does not belong there."""
     kind: type = type(message)
-    if _is_array(kind):
+    look = _parts_of(kind)
+    if look is None:
         return "", kind
-    parts = _parts_of(kind)(message)
-    # Token ids come in tuples of thousands of integers: look at the set of types, not at each of them.
-    if _PLAIN.issuperset(map(type, parts)):
-        return None
-    for place, part in enumerate(parts):
+    for place, part in enumerate(look(message)):
         if type(part) not in _PLAIN:
             found = _smuggled(part)
             if found is not None:
@@ -51,8 +64,11 @@ def _smuggled(message: object) -> tuple[str, type] | None:
 
 
 @lru_cache(maxsize=1024)
-def _parts_of(kind: type) -> Parts:
-    """What to look at in a record, a mapping (keys, then values) or a sequence; nothing in other things."""
+def _parts_of(kind: type) -> Parts | None:
+    """What to look at in a record, a mapping (keys, then values) or a sequence; nothing in other things. None: it does
+    not belong in a message."""
+    if _is_array(kind):
+        return None
     if is_dataclass(kind):
         return _fields_of(kind)
     if issubclass(kind, Mapping):
@@ -78,7 +94,6 @@ def _name(message: Any, place: int) -> str:
     return f"[{place!r}]"
 
 
-@lru_cache(maxsize=1024)
 def _is_array(kind: type) -> bool:
     packages = {base.__module__.partition(".")[0] for base in kind.__mro__}  # of subclasses too
     return bool(packages & _ARRAY_PACKAGES) or issubclass(kind, bytes | bytearray | memoryview)

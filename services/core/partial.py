@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.core.acceptance import AcceptanceStats
+from services.core.pickled import pickled_by_call
 
 
+@pickled_by_call
 @dataclass(frozen=True, slots=True)
 class PartialRollout:
     """A response that was withdrawn from its server before its end, to be continued by another one: its fields are

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from services.core.pickled import pickled_by_call
+
 Key = tuple[str, str, str, str, bool, int]
 
 
@@ -20,6 +22,7 @@ class SlotSpan:
     label: str = ""
 
 
+@pickled_by_call
 @dataclass(frozen=True, slots=True)
 class StrategySpan:
     """Rounds of one server with the same strategy for the same reason.

@@ -15,12 +15,14 @@ from services.core.acceptance import AcceptanceStats as AcceptanceStats  # noqa:
 from services.core.buffer import BufferView as BufferView  # noqa: PLC0414
 from services.core.packed import kept_ids, kept_logprobs
 from services.core.partial import PartialRollout as PartialRollout  # noqa: PLC0414
+from services.core.pickled import pickled_by_call
 from services.core.spans import SlotSpan as SlotSpan  # noqa: PLC0414
 from services.core.spans import StrategySpan as StrategySpan  # noqa: PLC0414
 
 # ---------------------------------------------------------------------------- prompts and work
 
 
+@pickled_by_call
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem. `id` is a hash of task and text, so equal prompts have equal ids across runs and files."""
@@ -33,6 +35,7 @@ class Prompt:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
+@pickled_by_call
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How responses are drawn. `top_k` 0 and `top_p` 1.0 and `min_p` 0.0 mean off; temperature 0 is greedy."""
@@ -46,6 +49,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
 
 
+@pickled_by_call
 @dataclass(frozen=True, slots=True)
 class GroupWork:
     """The unit handed to a rollout server: some or all rollouts of one prompt, sharing one prefill.
@@ -90,6 +94,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+@pickled_by_call
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One prompt + one response + logprobs + versions. Ids and log probabilities may be given as any sequence and are
@@ -129,6 +134,7 @@ class Rollout:
         return f"{self.group_id}#{self.index}"
 
 
+@pickled_by_call
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
     """What a rollout server tells about one request that is still generating."""
@@ -138,6 +144,7 @@ class RunningRequest:
     acceptance: AcceptanceStats
 
 
+@pickled_by_call
 @dataclass(frozen=True, slots=True)
 class ServedVersions:
     """Versions an engine serves right now, reported by the engine itself; None before the first load."""
@@ -155,6 +162,7 @@ class MemorySwitch:
     num_bytes: int
 
 
+@pickled_by_call
 @dataclass(frozen=True, slots=True)
 class ServerReport:
     """Answer of a rollout server to one `advance`: what finished since the last report and what still runs.
@@ -177,6 +185,7 @@ class ServerReport:
 # ---------------------------------------------------------------------------- rewards and groups
 
 
+@pickled_by_call
 @dataclass(frozen=True, slots=True)
 class Reward:
     """Scalar from a verifier. `error` is set when the verifier failed: an error is not a wrong answer."""
