@@ -18,6 +18,9 @@ from services.core.partial import PartialRollout as PartialRollout  # noqa: PLC0
 from services.core.pickled import pickled_by_call
 from services.core.spans import SlotSpan as SlotSpan  # noqa: PLC0414
 from services.core.spans import StrategySpan as StrategySpan  # noqa: PLC0414
+from services.core.view import ControlState as ControlState  # noqa: PLC0414
+from services.core.view import ProgressView as ProgressView  # noqa: PLC0414
+from services.core.view import RunEvent as RunEvent  # noqa: PLC0414
 
 # ---------------------------------------------------------------------------- prompts and work
 
@@ -308,16 +311,6 @@ class SlotLease:
 
 
 @dataclass(frozen=True, slots=True)
-class RunEvent:
-    """Something worth telling a person: a lost server, a return, a published drafter, a refused load."""
-
-    at_s: float
-    kind: str
-    subject: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
 class StepMetrics:
     """One line of `metrics.jsonl`. Seconds are wall clock; idle and drafting seconds are summed over slots. Groups,
     rollouts and their rewards are all that were sampled, in `sampling_rounds`; `dropped_groups` were not trained on."""
@@ -375,35 +368,3 @@ class EvalResult:
     num_rollouts: int
     reward_mean: float
     correct_fraction: float
-
-
-@dataclass(frozen=True, slots=True)
-class ControlState:
-    """What people asked of a run: to pause between steps, and a strategy's name in place of the selector's choice."""
-
-    paused: bool = False
-    forced: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ProgressView:
-    """What the live display shows; cheap to produce at any time. `at_s` is when it was made and `phase_at_s` when the
-    phase began, in seconds since the start of the run."""
-
-    phase: str
-    step: int
-    num_steps: int
-    rollouts_done: int
-    rollouts_total: int
-    rollouts_running: int
-    tokens_per_s: float
-    acceptance_length: float | None
-    reward_mean: float | None
-    heldout_reward: float | None
-    policy_version: int
-    drafter_version: int
-    slots: Mapping[str, str]
-    events: tuple[RunEvent, ...] = ()
-    at_s: float = 0.0
-    phase_at_s: float = 0.0
-    control: ControlState = ControlState()
