@@ -13,9 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from deploy.cli_shared import interrupt_on_sigterm
 from deploy.inputs import load_inputs
 from deploy.local import build_services
+from deploy.processes import descendants, end_processes
 from deploy.side_by_side import SideBySideHost, single_threaded
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
@@ -116,7 +119,17 @@ def _side_by_side(config: ClusterConfig, notes: Notes) -> None:
 
 
 def _on_ray(config: ClusterConfig, notes: Notes) -> None:
-    """By the clock."""
+    """By the clock. Returns when all processes of the run have ended, an engine's own among them: until then they have
+    memory of the GPU that the next run counts on."""
     from deploy.cluster import run_on_ray
 
-    run_on_ray(config, notes, on_start=lambda _handles: interrupt_on_sigterm())
+    before, own = descendants(), list[psutil.Process]()
+
+    def started(_handles: Mapping[str, Any]) -> None:
+        interrupt_on_sigterm()
+        own.extend(p for p in descendants() if p not in before)
+
+    try:
+        run_on_ray(config, notes, on_start=started)
+    finally:
+        end_processes(own)
