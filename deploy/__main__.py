@@ -96,6 +96,7 @@ def grow(
     drafter: Annotated[Path | None, typer.Option(help="The source's drafter folder, to grow along.")] = None,
     drafter_out: Annotated[Path | None, typer.Option(help="Default: DST/drafter.")] = None,
     noise: Annotated[bool, typer.Option("--noise", help="Unread weights random instead of zero; speed only.")] = False,
+    max_positions: Annotated[int | None, typer.Option(help="Room for longer rollouts; default: the source's.")] = None,
 ) -> None:
     """Make a larger model that computes the same: real acceptance and rewards at the cost of the large shape."""
     with errors_told():
@@ -104,7 +105,7 @@ def grow(
         from services.models.grow_files import GrowOptions
 
         shape = GrownShape(hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads)
-        grow_model(source, folder, GrowOptions(shape, dtype, noise), drafter, drafter_out)
+        grow_model(source, folder, GrowOptions(shape, dtype, noise, max_positions), drafter, drafter_out)
 
 
 @app.command()

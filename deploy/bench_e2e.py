@@ -2,220 +2,107 @@
 
 Modes are interleaved seed by seed. On the native engine without a GPU the services run side by side on time lines of
 their own in processor time (`side_by_side`), so that the figures are those of as many cores as there are services,
-whatever else the machine does; anything else runs on Ray and is measured by the clock.
+whatever else the machine does; anything else, or all with `on_ray`, runs on Ray and is measured by the clock.
 """
 
 from __future__ import annotations
 
-import json
-import random
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
-from deploy.inputs import load_inputs
-from deploy.local import build_services
+from deploy.e2e_figures import result, run_line, write
+from deploy.e2e_runs import STEPS_FILE, Run, Say, measured, step_s
 from deploy.modes import drafting_strategies, in_mode, modes_of
-from deploy.provenance import provenance
-from deploy.side_by_side import SideBySideHost, single_threaded
 from services.config.naming import strategy_name
 from services.config.schema import ClusterConfig
 from services.config.schema import NativeEngine as NativeEngineConfig
 from services.config.speculation import StrategyConfig
-from services.coordinator.coordinator import Coordinator
-from services.core.types import StepMetrics
+from services.core.errors import ConfigError, LongtailError, StopRequested
 from services.models.device import pick_device
-from services.report.modes import draw_modes
-from services.simulator.world import Notes
-
-PHASES = ("rollout_s", "reward_s", "policy_s", "publish_s")
-FLIPS = 4000
-LEVEL = 0.01  # of the test that rewards agree, shared out over the modes
 
 
 @dataclass(frozen=True)
-class Run:
-    mode: str
-    seed: int
-    steps: tuple[StepMetrics, ...]
-    servers: int
+class Plan:
+    """What to run. `modes` None: all that the engine can; `static`: the strategy of mode static by its name, None: the
+    best one in `trial_steps` steps of each. `out`: where steps are written as they come, and
+    the figures after each run."""
 
-    @property
-    def counted(self) -> tuple[StepMetrics, ...]:
-        """Without the first: nobody knows anything there yet, neither selector nor drafter trainer."""
-        return self.steps[1:] or self.steps
+    seeds: tuple[int, ...]
+    modes: tuple[str, ...] | None = None
+    static: str | None = None
+    trial_steps: int = 2
+    on_ray: bool = False
+    out: Path | None = None
 
 
-def run_bench(
-    config: ClusterConfig,
-    seeds: Sequence[int],
-    modes: Sequence[str] | None = None,
-    trial_steps: int = 2,
-    say: Callable[[str], None] = print,
-) -> dict[str, Any]:
-    modes = tuple(modes or modes_of(config))
-    best = best_fixed(config, trial_steps, say) if "static" in modes else None
+def run_bench(config: ClusterConfig, plan: Plan, say: Say = print) -> dict[str, Any]:
+    """Raises ConfigError for modes and strategies that there are not, and LongtailError when no run has figures."""
+    modes = _chosen_modes(config, plan.modes)
+    on_ray = plan.on_ray or not _fits_side_by_side(config)
+    given = None if plan.static is None else _named(config, plan.static)
+    for mode in modes:
+        in_mode(config, mode, given)  # what cannot be run is told before hours of what can
+    if plan.out is not None:
+        plan.out.mkdir(parents=True, exist_ok=True)
+        (plan.out / STEPS_FILE).unlink(missing_ok=True)
     runs = list[Run]()
-    for seed in seeds:
-        for mode in modes:
-            runs.append(run_once(_of_seed(in_mode(config, mode, best), seed), mode))
-            say(_line(runs[-1]))
-    return result(config, runs, modes, best)
+    best = given
+    if "static" in modes and best is None:
+        best = best_fixed(config, plan, on_ray, say)
+    for seed, mode in ((seed, mode) for seed in plan.seeds for mode in modes):
+        runs.append(measured(_of_seed(in_mode(config, mode, best), seed), mode, on_ray, say, plan.out))
+        if runs[-1].counts:
+            say(run_line(runs[-1]))
+            if plan.out is not None:
+                write(plan.out, result(config, runs, modes, best, on_ray))
+        if runs[-1].stopped:
+            break
+    return result(config, runs, modes, best, on_ray)
 
 
-def best_fixed(config: ClusterConfig, steps: int, say: Callable[[str], None]) -> StrategyConfig:
-    """The candidate with the shortest steps in one short run each."""
-    found = dict[StrategyConfig, float]()
+def _chosen_modes(config: ClusterConfig, names: Sequence[str] | None) -> tuple[str, ...]:
+    there = modes_of(config)
+    if names is not None and (unknown := [name for name in names if name not in there]):
+        raise ConfigError(
+            f"--modes has {', '.join(unknown)}: with rollout.engine.type {config.rollout.engine.type} there are "
+            f"{', '.join(there)}"
+        )
+    return tuple(names or there)
+
+
+def _fits_side_by_side(config: ClusterConfig) -> bool:
+    return isinstance(config.rollout.engine, NativeEngineConfig) and pick_device(config.model.device).type == "cpu"
+
+
+def _named(config: ClusterConfig, name: str) -> StrategyConfig:
+    there = {strategy_name(s): s for s in drafting_strategies(config)}
+    if name not in there:
+        raise ConfigError(f"--static {name} is none of the run's strategies: {', '.join(there)}")
+    return there[name]
+
+
+def best_fixed(config: ClusterConfig, plan: Plan, on_ray: bool, say: Say) -> StrategyConfig:
+    """The candidate with the shortest steps in one short run each. Raises LongtailError when none has figures."""
+    found, failed = dict[StrategyConfig, float](), ""
     for strategy in drafting_strategies(config):
         tree = in_mode(config, "static", strategy).model_dump()
-        tree["run"]["steps"] = steps
-        run = run_once(_of_seed(ClusterConfig.model_validate(tree), config.run.seed), "static")
-        found[strategy] = median(_step_s(m) for m in run.counted)
-        say(f"  {strategy_name(strategy):<14} {found[strategy]:.2f} s a step")
+        tree["run"]["steps"] = plan.trial_steps
+        trial = _of_seed(ClusterConfig.model_validate(tree), config.run.seed)
+        run = measured(trial, strategy_name(strategy), on_ray, say, plan.out)
+        if run.stopped:
+            raise StopRequested("stopped while the best fixed strategy was looked for")
+        if run.counts:
+            found[strategy] = median(step_s(m) for m in run.counted)
+            say(f"  {strategy_name(strategy):<14} {found[strategy]:.2f} s a step")
+        failed = failed or run.error
+    if not found:
+        raise LongtailError(f"no strategy for mode static has figures: {failed}")
     return min(found, key=lambda s: found[s])
-
-
-def run_once(config: ClusterConfig, mode: str) -> Run:
-    notes = Notes()
-    native = isinstance(config.rollout.engine, NativeEngineConfig)
-    if native and pick_device(config.model.device).type == "cpu":
-        config, host = single_threaded(config), SideBySideHost()
-        with ExitStack() as closing:
-            services = build_services(config, host, closing, time.process_time)
-            Coordinator(config, load_inputs(config), services, notes, host.clock).run()
-    else:
-        from deploy.cluster import run_on_ray
-
-        run_on_ray(config, notes)
-    return Run(mode, config.run.seed, tuple(notes.steps), config.rollout.num_servers)
 
 
 def _of_seed(config: ClusterConfig, seed: int) -> ClusterConfig:
     run = config.run.model_copy(update={"seed": seed, "eval_prompts": 0, "compare_prompts": 0, "checkpoint_every": 0})
     return config.model_copy(update={"run": run})
-
-
-# ---------------------------------------------------------------------------- figures
-
-
-def result(
-    config: ClusterConfig, runs: Sequence[Run], modes: Sequence[str], best: StrategyConfig | None
-) -> dict[str, Any]:
-    step_s = {mode: median(_step_s(m) for m in _steps(runs, mode)) for mode in modes}
-    off = step_s.get("off")
-    return {
-        "bench": "e2e",
-        **provenance(),
-        "clock": "processor time, services side by side" if _by_processor(config) else "wall clock",
-        "seeds": sorted({r.seed for r in runs}),
-        "steps": len(runs[0].steps),
-        "servers": config.rollout.num_servers,
-        "rollouts_per_step": config.rollout.prompts_per_step * config.rollout.group_size,
-        "static_strategy": None if best is None else strategy_name(best),
-        "step_s": {mode: round(s, 4) for mode, s in step_s.items()},
-        "speedup": {mode: round(off / s, 4) for mode, s in step_s.items()} if off else {},
-        "speedup_range": _ranges(runs, modes),
-        "modes": {mode: _figures(runs, mode) for mode in modes},
-        "rewards_agree": {m: agreement(runs, m, len(modes)) for m in modes if m != "off" and off},
-    }
-
-
-def _by_processor(config: ClusterConfig) -> bool:
-    return isinstance(config.rollout.engine, NativeEngineConfig) and pick_device(config.model.device).type == "cpu"
-
-
-def _figures(runs: Sequence[Run], mode: str) -> dict[str, Any]:
-    """Medians over the counted steps of all seeds; idle and drafting seconds are a mean step's, over all slots."""
-    steps = _steps(runs, mode)
-    free_s, drafting_s = sum(m.idle_s + m.drafting_s for m in steps), sum(m.drafting_s for m in steps)
-    lengths = [m.acceptance_length for m in steps if m.acceptance_length]
-    joules = [sum(m.energy_j.values()) for m in steps if m.energy_j]
-    used: dict[str, int] = {}
-    for m in steps:
-        for name, count in m.steps_by_strategy.items():
-            used[name] = used.get(name, 0) + count
-    return {
-        **{phase: round(median(getattr(m, phase) for m in steps), 4) for phase in PHASES},
-        "rollout_share": round(sum(m.rollout_s for m in steps) / sum(_step_s(m) for m in steps), 4),
-        "tokens_per_s": round(sum(m.response_tokens for m in steps) / sum(m.rollout_s for m in steps), 1),
-        "acceptance_length": round(mean(lengths), 4) if lengths else None,
-        "idle_s": round(free_s / len(steps), 4),
-        "reclaimed_share": round(drafting_s / free_s, 4) if free_s else 0.0,
-        "joules_per_step": round(mean(joules), 1) if joules else None,
-        "steps_by_strategy": used,
-        "reward": [[round(m.reward_mean, 4) for m in r.steps] for r in runs if r.mode == mode],
-        "step_s": [[round(_step_s(m), 4) for m in r.steps] for r in runs if r.mode == mode],
-    }
-
-
-def _ranges(runs: Sequence[Run], modes: Sequence[str]) -> dict[str, list[float]]:
-    """Of each seed's own ratio of medians: least and most."""
-
-    def of(mode: str) -> dict[int, float]:
-        return {r.seed: median(_step_s(m) for m in r.counted) for r in runs if r.mode == mode}
-
-    off = of("off")
-    ratios = {mode: [off[seed] / s for seed, s in of(mode).items() if seed in off] for mode in modes}
-    return {mode: [round(min(r), 4), round(max(r), 4)] for mode, r in ratios.items() if r}
-
-
-def agreement(runs: Sequence[Run], mode: str, tests: int) -> dict[str, Any]:
-    """Whether rewards differ from those of `off` by more than chance: the same seeds and steps in pairs, and the signs
-    of their differences thrown anew (a sign-flip test, two-sided). `agree`: p is above LEVEL over the number of tests.
-    """
-    pairs = {(r.seed, m.step): m.reward_mean for r in runs if r.mode == "off" for m in r.steps}
-    found = [m.reward_mean - pairs[r.seed, m.step] for r in runs if r.mode == mode for m in r.steps]
-    p = sign_flip_p(found, random.Random(0))
-    return {"mean_difference": round(mean(found), 5), "p": round(p, 4), "agree": p > LEVEL / tests, "pairs": len(found)}
-
-
-def sign_flip_p(differences: Sequence[float], rng: random.Random) -> float:
-    """The share of sign patterns under which their sum lies as far from 0; every pattern counts where they are few."""
-    seen = abs(sum(differences)) - 1e-12
-    if len(differences) <= 11:
-        patterns = range(2 ** len(differences))
-        sums = [sum(-d if bits >> i & 1 else d for i, d in enumerate(differences)) for bits in patterns]
-        return sum(abs(s) >= seen for s in sums) / len(sums)
-    thrown = sum(abs(sum(d if rng.random() < 0.5 else -d for d in differences)) >= seen for _ in range(FLIPS))
-    return (thrown + 1) / (FLIPS + 1)
-
-
-def _steps(runs: Sequence[Run], mode: str) -> list[StepMetrics]:
-    return [m for r in runs if r.mode == mode for m in r.counted]
-
-
-def _step_s(m: StepMetrics) -> float:
-    return sum(getattr(m, phase) for phase in PHASES)
-
-
-def _line(run: Run) -> str:
-    alone = replace(run, mode="")
-    seconds = median(_step_s(m) for m in alone.counted)
-    lengths = [m.acceptance_length for m in alone.counted if m.acceptance_length]
-    accepted = f"{mean(lengths):.2f}" if lengths else "-"
-    rewards = mean(m.reward_mean for m in alone.steps)
-    return f"seed {run.seed} {run.mode:<7} {seconds:>7.2f} s a step, acceptance length {accepted}, reward {rewards:.3f}"
-
-
-def table(found: Mapping[str, Any]) -> str:
-    head = f"{'mode':<8}{'step s':>8}{'x off':>7}{'rollout':>9}{'policy':>8}{'tokens/s':>10}{'accept':>8}{'idle s':>8}"
-    lines = [head + f"{'reclaimed':>11}{'rewards differ, p':>19}"]
-    for mode, row in found["modes"].items():
-        accepted = "-" if row["acceptance_length"] is None else f"{row['acceptance_length']:.2f}"
-        p = found["rewards_agree"].get(mode, {}).get("p", "-")
-        lines.append(
-            f"{mode:<8}{found['step_s'][mode]:>8.2f}{found['speedup'].get(mode, 1.0):>7.2f}{row['rollout_s']:>9.2f}"
-            f"{row['policy_s']:>8.2f}{row['tokens_per_s']:>10.0f}{accepted:>8}{row['idle_s']:>8.2f}"
-            f"{row['reclaimed_share']:>11.0%}{p:>19}"
-        )
-    return "\n".join(lines)
-
-
-def write(folder: Path, found: Mapping[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "e2e.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (folder / "e2e.svg").write_text(draw_modes(found), encoding="utf-8")

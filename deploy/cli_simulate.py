@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from deploy.cli_shared import config_of, errors_told
-from services.core.errors import ConfigError
+from services.core.errors import ConfigError, LongtailError
 
 
 def simulate(
@@ -110,8 +111,10 @@ def bench_e2e(
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override.")] = None,
     seeds: Annotated[str, typer.Option(metavar="S,S,...", help="One run in each mode for each.")] = "0,1,2",
     modes: Annotated[str | None, typer.Option(metavar="MODE,...", help="off, static, suffix, ema, tlt, full.")] = None,
+    static: Annotated[str | None, typer.Option(metavar="NAME", help="Of mode static, instead of trying all.")] = None,
     trial_steps: Annotated[int, typer.Option(min=1, help="Of looking for the best fixed strategy.")] = 2,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write e2e.json and a drawing here.")] = None,
+    on_ray: Annotated[bool, typer.Option("--ray", help="On Ray, by the clock, also on a CPU.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write steps, figures and a drawing here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
     """One GRPO run in every mode of speculation: seconds of a step, and whether the rewards agree."""
@@ -120,11 +123,13 @@ def bench_e2e(
         numbers = _all("--seeds", seeds, int)
         import json
 
-        from deploy.bench_e2e import run_bench, table, write
+        from deploy.bench_e2e import Plan, run_bench
+        from deploy.e2e_figures import table
 
-        found = run_bench(resolved, numbers, modes.split(",") if modes else None, trial_steps)
+        plan = Plan(numbers, tuple(modes.split(",")) if modes else None, static, trial_steps, on_ray, out)
+        found = run_bench(resolved, plan, partial(print, flush=True))
         print(table(found))
-        if out is not None:
-            write(out, found)
         if as_json:
             print(json.dumps(found))
+        if found["unfinished"]:
+            raise LongtailError(f"{len(found['unfinished'])} runs did not come to their end, see above")

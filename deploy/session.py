@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayError
 
@@ -34,6 +35,8 @@ def ray_session(config: ClusterConfig, check: bool = True) -> Iterator[None]:
     }
     if address is not None:
         require_answering(address)
+    else:
+        _require_store(config.placement.object_store_bytes)
     before = descendants()
     try:
         ray.init(
@@ -54,6 +57,15 @@ def ray_session(config: ClusterConfig, check: bool = True) -> Iterator[None]:
         started = [p for p in descendants() if p not in before]
         ray.shutdown()
         end_processes(started)
+
+
+def _require_store(wanted: int) -> None:
+    """Raises ConfigError for an object store beyond this machine's memory; Ray's own words are a traceback."""
+    there = psutil.virtual_memory().total
+    if wanted > there:
+        raise ConfigError(
+            f"placement.object_store_bytes {wanted} is more than this machine's memory, {there} bytes: lower it"
+        )
 
 
 def ray_about() -> dict[str, str | None]:

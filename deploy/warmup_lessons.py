@@ -24,6 +24,7 @@ from services.policy.service import load_policy_model
 
 VOCAB_MULTIPLE = 16  # unused rows at the end of the embedding; kernels like round sizes
 MIN_POSITIONS = 2048
+DRAFT_ROOM = 64  # positions beyond the longest rollout, which an engine keeps for a verify step's draft tokens
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,13 @@ def starting_model(config: ClusterConfig, tokenizer: Tokenizer, device: torch.de
     if config.warmup.start == "model":
         return load_policy_model(config.model.path, device)
     vocab = -(-tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    positions = max(MIN_POSITIONS, config.rollout.engine.max_len)
-    return new_model(config.warmup, vocab, positions).to(device)
+    return new_model(config.warmup, vocab, positions_for(config.rollout.engine.max_len)).to(device)
+
+
+def positions_for(max_len: int) -> int:
+    """`max_position_embeddings` of a new model: a power of two with room for a rollout of `max_len` and what is drafted
+    behind it. A larger number costs nothing, rotary positions have no weights."""
+    return max(MIN_POSITIONS, 1 << (max_len + DRAFT_ROOM - 1).bit_length())
 
 
 def lessons(config: ClusterConfig, prompts: PromptSets, tokenizer: Tokenizer) -> Lessons:

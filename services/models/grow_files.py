@@ -38,11 +38,13 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class GrowOptions:
-    """`dtype`: "float32", "bfloat16", or None for the source's. `noise`: see `Growth`."""
+    """`dtype`: "float32", "bfloat16", or None for the source's. `noise`: see `Growth`. `positions`: the grown model's
+    max_position_embeddings, None for the source's; the source has learnt nothing about those beyond its own."""
 
     shape: GrownShape
     dtype: str | None = None
     noise: bool = False
+    positions: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ def grow_target(source: Path, folder: Path, options: GrowOptions) -> Grown:
     """
     source = model_dir(str(source))
     config = read_config(source)
+    config = with_positions(config, options.positions)
     growth = Growth(model_spec(config), options.shape, options.noise)
     refuse_occupied(folder)
     with _Source(source) as tensors:
@@ -88,7 +91,7 @@ def grow_drafter(source: Path, folder: Path, target: Path, options: GrowOptions)
 
     Raises as `grow_target`, and DataError for a drafter of another target.
     """
-    config, of = read_config(source), model_spec(read_config(model_dir(str(target))))
+    config, of = with_positions(read_config(source), options.positions), model_spec(read_config(model_dir(str(target))))
     growth = Growth(_drafter_spec(source, config, of), options.shape, options.noise)
     refuse_occupied(folder)
     with _Source(source) as tensors:
@@ -99,6 +102,17 @@ def grow_drafter(source: Path, folder: Path, target: Path, options: GrowOptions)
     _write_json(folder / GROWN_FILE, _record(source, growth, grown))
     _write_json(folder / "config.json", _drafter_config(config, growth, options.dtype))
     return grown
+
+
+def with_positions(config: Mapping[str, Any], positions: int | None) -> Mapping[str, Any]:
+    """A model's config.json with so many positions. Raises ConfigError for fewer than it has. No kind of rotary
+    positions that `model_spec` lets in depends on their number."""
+    if positions is None:
+        return config
+    had = model_spec(config).max_positions
+    if positions < had:
+        raise ConfigError(f"--max-positions {positions} is below the {had} that the source has: raise it, or leave it out")
+    return {**config, "max_position_embeddings": positions}
 
 
 def _drafter_spec(folder: Path, config: Mapping[str, Any], target: ModelSpec) -> ModelSpec:

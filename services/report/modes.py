@@ -52,7 +52,9 @@ def _bars(found: Mapping[str, Any]) -> str:
 
 def _rewards(found: Mapping[str, Any]) -> str:
     curves = {
-        mode: [mean(values) for values in zip(*row["reward"], strict=True)] for mode, row in found["modes"].items()
+        # as far as all seeds came
+        mode: [mean(values) for values in zip(*row["reward"], strict=False)]
+        for mode, row in found["modes"].items()
     }
     values = [v for curve in curves.values() for v in curve]
     steps = max(len(curve) for curve in curves.values())

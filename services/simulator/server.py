@@ -271,7 +271,8 @@ class ServerModel:
         if not self._scenario.dense:
             return view.context_tokens
         longest = max([self._part_of_base(request) for _, _, request in self._running])
-        return view.running * round(longest + self._progress)
+        # Rounded up: never less than all contexts together, which a dense block holds.
+        return view.running * math.ceil(longest + self._progress)
 
     def _outcome(self, strategy: DraftStrategy, view: RoundView, tokens: float, stages: StageSeconds) -> RoundOutcome:
         """One round of the stretch, as an engine tells it."""

@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import json
 import random
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from deploy.bench_e2e import Run, agreement, result, run_bench, sign_flip_p, table, write
+from deploy.__main__ import app
+from deploy.bench_e2e import Plan, run_bench
+from deploy.e2e_figures import agreement, result, sign_flip_p, table, write
+from deploy.e2e_runs import STEPS_FILE, Run
+from services.core.errors import ConfigError, LongtailError
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 from tests.services.report.conftest import make_metrics
 
@@ -45,18 +52,75 @@ def test_figures_leave_the_first_step_out_and_compare_with_off(tmp_path: Path) -
     config = tiny_run(make_model_folder(tmp_path), tmp_path)
     runs = [a_run("off", 0, 3.0, [0.1, 0.2]), a_run("full", 0, 1.0, [0.1, 0.2])]
     slow_start = replace(runs[1], steps=(replace(runs[1].steps[0], rollout_s=99.0), *runs[1].steps[1:]))
-    found = result(config, [runs[0], slow_start], ("off", "full"), None)
+    found = result(config, [runs[0], slow_start], ("off", "full"), None, False)
     assert found["step_s"] == {"off": 4.0, "full": 2.0} and found["speedup"]["full"] == 2.0
-    assert found["speedup_range"]["full"] == [2.0, 2.0]
+    assert found["speedup_range"]["full"] == [2.0, 2.0] and found["unfinished"] == []
     assert "full" in table(found)
     write(tmp_path / "out", found)
     assert ET.fromstring((tmp_path / "out" / "e2e.svg").read_text()).tag.endswith("svg")
 
 
-def test_a_real_run_in_two_modes(tmp_path: Path) -> None:
+def test_a_run_that_ended_early_counts_as_far_as_it_came(tmp_path: Path) -> None:
     config = tiny_run(make_model_folder(tmp_path), tmp_path)
-    found = run_bench(config, [0], ["off", "full"], say=lambda line: None)
+    whole = [a_run(mode, seed, 3.0, [0.1, 0.2, 0.3]) for seed in (0, 1) for mode in ("off", "full")]
+    early = replace(whole[3], steps=whole[3].steps[:2], error="policy is lost: it died")
+    nothing = replace(a_run("tlt", 0, 3.0, [0.1]), error="no room on the GPU")
+    found = result(config, [*whole[:3], early, nothing], ("off", "tlt", "full"), None, True)
+    assert list(found["modes"]) == ["off", "full"], "of tlt nothing is known: its only step does not count"
+    assert found["rewards_agree"]["full"]["pairs"] == 5
+    assert [(u["mode"], u["seed"], u["steps"]) for u in found["unfinished"]] == [("full", 1, 2), ("tlt", 0, 1)]
+    assert "seed 0 tlt, 1 steps: no room on the GPU" in table(found)
+    write(tmp_path / "out", found)  # curves of unequal length
+    with pytest.raises(LongtailError, match="no run has figures: no room"):
+        result(config, [nothing], ("tlt",), None, True)
+
+
+def test_without_off_there_is_no_speedup(tmp_path: Path) -> None:
+    config = tiny_run(make_model_folder(tmp_path), tmp_path)
+    found = result(config, [a_run("full", 0, 1.0, [0.1, 0.2])], ("off", "full"), None, True)
+    assert found["speedup"] == {} and found["rewards_agree"] == {}
+    assert table(found).splitlines()[1].split()[:3] == ["full", "2.00", "-"]
+
+
+def test_a_real_run_in_two_modes(tmp_path: Path) -> None:
+    config, told = tiny_run(make_model_folder(tmp_path), tmp_path), list[str]()
+    found = run_bench(config, Plan((0,), ("off", "full"), out=tmp_path / "out"), told.append)
     assert found["modes"]["off"]["acceptance_length"] is None
     assert found["modes"]["full"]["tokens_per_s"] > 0
     assert len(found["modes"]["full"]["reward"][0]) == config.run.steps and set(found["step_s"]) == {"off", "full"}
     assert isinstance(found["rewards_agree"]["full"]["p"], float)
+    assert found["modes"]["off"]["wall_s"] >= found["step_s"]["off"] - 1e-3
+    assert json.loads((tmp_path / "out" / "e2e.json").read_text())["step_s"] == found["step_s"]
+    rows = [json.loads(line) for line in (tmp_path / "out" / STEPS_FILE).read_text().splitlines()]
+    steps = [(row["mode"], row["step"]["step"]) for row in rows if "step" in row]
+    assert steps == [(mode, step) for mode in ("off", "full") for step in (1, 2, 3)]
+    assert sum("step 2: " in line for line in told) == 2
+
+
+def test_a_run_that_fails_leaves_the_others_their_figures(tmp_path: Path) -> None:
+    """A drafter folder that is no drafter: modes that draft fail when their services are built, `off` does not ask."""
+    model = make_model_folder(tmp_path)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    config = tiny_run(model, tmp_path, drafter={"path": str(tmp_path / "broken")})
+    told = list[str]()
+    found = run_bench(config, Plan((0,), ("full", "off"), out=tmp_path / "out"), told.append)
+    assert list(found["step_s"]) == ["off"] and [u["mode"] for u in found["unfinished"]] == ["full"]
+    assert any("full    failed after 0 steps: " in line for line in told)
+    rows = [json.loads(line) for line in (tmp_path / "out" / STEPS_FILE).read_text().splitlines()]
+    assert [row["mode"] for row in rows if "error" in row] == ["full"]
+
+
+def test_the_strategy_of_mode_static_can_be_named(tmp_path: Path) -> None:
+    config = tiny_run(make_model_folder(tmp_path), tmp_path)
+    found = run_bench(config, Plan((0,), ("static",), static="eagle_2_1_3"), lambda line: None)
+    assert found["static_strategy"] == "eagle_2_1_3" and found["modes"]["static"]["acceptance_length"] > 1
+    with pytest.raises(ConfigError, match="--static eagle_9_1_10 is none of the run's strategies: eagle_2_1_3"):
+        run_bench(config, Plan((0,), static="eagle_9_1_10"))
+
+
+def test_modes_that_the_engine_has_not_are_refused() -> None:
+    done = CliRunner().invoke(app, ["bench", "e2e", "pocket-tiny", "--modes", "off,ema"])
+    assert (
+        done.exit_code == 2 and "--modes has ema: with rollout.engine.type native there are off, static" in done.stderr
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from statistics import median
 from typing import Any
@@ -20,6 +21,7 @@ from deploy.tailed_plot import draw
 from deploy.tailed_runs import LAG, TAIL, TailRun, fitting, lognormal_lengths, run_tail, switch_stall
 from deploy.tailed_server import OURS, STOCK, mode_arguments, mode_configs
 from services.core.errors import ConfigError
+from services.core.spans import StrategySpan
 from services.core.types import SamplingParams
 from services.data.traces import chain_sum_trace
 from services.rollout.sglang.engine import SGLangEngine
@@ -29,6 +31,9 @@ from tests.services.models.tiny import tensors_of
 from tests.services.rollout.engines import group, letters
 from tests.services.rollout.sglang.fake import FakeHandle, limits_of
 from tests.services.rollout.sglang.serving import DRAFTER, MODEL, SWITCHED
+
+SVG = "{http://www.w3.org/2000/svg}"
+
 
 # ------------------------------------------------------------------ the workload
 
@@ -191,7 +196,17 @@ def test_the_plot_is_a_drawing_with_every_mode() -> None:
     drawn = draw({"off": run_of(10, 4), OURS: run_of(5, 2)})
     root = ET.fromstring(drawn)
     assert root.tag.endswith("svg") and "off" in drawn and OURS in drawn
-    assert len(root.findall(".//{http://www.w3.org/2000/svg}path")) == 2
+    assert len(root.findall(f".//{SVG}path")) == 2
+
+
+def test_a_strategy_has_the_colour_of_the_mode_that_is_nothing_else() -> None:
+    chosen = tuple(StrategySpan(0, 1, name, "", 1, 1.0, 1, 1, 8, 8) for name in ("eagle_5_1_6", "eagle_3_1_4", "off"))
+    drawn = ET.fromstring(
+        draw({"off": run_of(10, 4), "eagle_3_1_4": run_of(8, 3), OURS: replace(run_of(5, 2), spans=chosen)})
+    )
+    lines = [path.attrib["class"].split()[-1] for path in drawn.iter(f"{SVG}path")]
+    bars = [rect.attrib["class"].split()[-1] for rect in drawn.iter(f"{SVG}rect") if "bar" in rect.attrib["class"]]
+    assert bars[1:] == [lines[1], lines[0]] and bars[0] not in lines
 
 
 def test_graphs_of_the_naive_set_have_no_limit() -> None:

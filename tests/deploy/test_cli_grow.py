@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from deploy.__main__ import app
 from deploy.cli_train import train
-from services.models.files import drafter_dir, read_grown
+from services.models.files import drafter_dir, read_config, read_grown
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 
 SHAPE = ["--hidden-size=128", "--intermediate-size=96", "--num-layers=3", "--num-heads=8", "--num-kv-heads=4"]
@@ -32,9 +34,22 @@ def test_target_and_drafter_grow_together(source: Path, tmp_path: Path) -> None:
     assert read_grown(tmp_path / "large") and (tmp_path / "large/tokenizer.json").is_file()
 
 
+def test_more_positions_for_longer_rollouts(source: Path, tmp_path: Path) -> None:
+    """In both, and the model still reads in transformers and computes what it did."""
+    done = grow(source, tmp_path / "large", *SHAPE, "--drafter", source.parent / "drafter", "--max-positions=512")
+    assert done.exit_code == 0, done.output
+    folders = (tmp_path / "large", drafter_dir(str(tmp_path / "large"), "eagle"))
+    assert [read_config(f)["max_position_embeddings"] for f in folders] == [512, 512]
+    ids = torch.arange(3, 15)[None]
+    small, large = (AutoModelForCausalLM.from_pretrained(f, local_files_only=True) for f in (source, folders[0]))
+    with torch.no_grad():
+        assert (small(ids).logits - large(ids).logits).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        (["--max-positions=128"], "--max-positions 128 is below the 256 that the source has"),
         (["--num-heads=4"], "num_kv_heads of at most 2"),
         (["--dtype=float16"], "must be one of float32, bfloat16"),
         (["--drafter-out=x"], "give --drafter too"),

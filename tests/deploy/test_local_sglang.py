@@ -21,12 +21,13 @@ from deploy.inprocess import (
     LocalRolloutClient,
     LocalService,
 )
-from deploy.inputs import load_inputs
+from deploy.inputs import load_inputs, needs_drafter
+from deploy.modes import in_mode, modes_of
 from services.config.schema import ClusterConfig, SGLangEngine
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.services import Services
 from services.core.protocols import Blob
-from services.drafter.service import build_drafter_service
+from services.drafter.service import DrafterService, build_drafter_service
 from services.drafter.state import initial_drafter_state
 from services.policy.advantage import advantages
 from services.policy.service import build_policy_service
@@ -49,7 +50,7 @@ SELECTORS = {
 }
 
 
-def config_of(model: Path, runs: Path, selector: str) -> ClusterConfig:
+def config_of(model: Path, runs: Path, selector: str, states: str = "engine") -> ClusterConfig:
     return tiny_run(
         model,
         runs,
@@ -58,7 +59,7 @@ def config_of(model: Path, runs: Path, selector: str) -> ClusterConfig:
             "num_servers": 2, "group_size": 4, "prompts_per_step": 3, "advance_budget_s": 0.05,
             "engine": {"type": "sglang", "max_running": 16, "max_len": MAX_LEN}, "sampling": {"max_tokens": 40},
         },
-        drafter={"micro_step_budget_s": 0.05, "pack_tokens": 256, "states": "engine"},
+        drafter={"micro_step_budget_s": 0.05, "pack_tokens": 256, "states": states},
         placement={"mode": "local"},
         run={"dir": str(runs), "steps": 3, "eval_prompts": 2, "compare_prompts": 0, "checkpoint_every": 0},
     )  # fmt: skip
@@ -77,31 +78,53 @@ def rollout_service(config: ClusterConfig, slot: int) -> RolloutService:
     return RolloutService(adapter, {s.name: s for s in (OFF, *strategies.values())}, time.monotonic)
 
 
+def run(config: ClusterConfig, drafters: list[DrafterService], observer: Recorder) -> dict[str, Any]:
+    host, reward = LocalHost(time.monotonic, time.sleep), build_reward_service(config)
+    policy = build_policy_service(config)
+    services = Services(
+        rollout=[LocalRolloutClient(LocalService(f"rollout-{i}", lambda i=i: rollout_service(config, i), host))
+                 for i in range(2)],
+        drafters=[LocalDrafterClient(LocalService(f"drafter-{i}", lambda d=d: d, host))
+                  for i, d in enumerate(drafters)],
+        policy=LocalPolicyClient(LocalService("policy", lambda: policy, host)),
+        reward=LocalRewardClient(LocalService("reward", lambda: reward, host)),
+        waiter=host,
+        initial_drafter=Blob(initial_drafter_state(config)) if drafters else None,
+        advantages=partial(advantages, algorithm=config.policy.algorithm),
+    )  # fmt: skip
+    try:
+        return Coordinator(config, load_inputs(config), services, observer, time.monotonic).run()
+    finally:
+        reward.close()
+
+
+@pytest.mark.parametrize("mode", ["off", "static", "ema", "tlt", "full"])
+def test_every_mode_of_bench_e2e_runs(tmp_path: Path, mode: str) -> None:
+    """With the selector's words to the engine, the strategies it must capture, and the drafter trainers that the mode
+    has. (Which strategy runs when, the fake draws at random.)"""
+    config = config_of(make_model_folder(tmp_path / "model"), tmp_path / "runs", "fixed", "policy")
+    assert list(modes_of(config)) == ["off", "static", "ema", "tlt", "full"]
+    config = in_mode(config, mode)
+    drafters = [build_drafter_service(config, i) for i in range(2)] if needs_drafter(config) else []
+    observer = Recorder()
+    summary = run(config, drafters, observer)
+    assert summary["status"] == "finished" and summary["rollouts"] == 36
+    assert bool(drafters) == (mode != "off")
+    ran = {name for m in observer.steps for name in m.steps_by_strategy} - {"off"}
+    assert bool(ran) == (mode != "off") and ran <= {s.name for s in strategies_by_depth(config.speculation).values()}
+    if mode in ("static", "ema"):
+        assert not any(m.drafter_micro_steps for m in observer.steps), "the drafter stays as it was"
+
+
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_the_drafter_learns_from_what_the_engines_kept(tmp_path: Path, selector: str) -> None:
     config = config_of(make_model_folder(tmp_path / "model"), tmp_path / "runs", selector)
-    host = LocalHost(time.monotonic, time.sleep)
-    reward = build_reward_service(config)
-    policy = build_policy_service(config)
     chunks: list[Any] = []
     drafters = [build_drafter_service(config, i) for i in range(2)]
     add = drafters[0].add_chunk
     drafters[0].add_chunk = lambda chunk, tensors: (chunks.append((chunk, tensors)), add(chunk, tensors))[1]  # type: ignore[method-assign]
-    services = Services(
-        rollout=[LocalRolloutClient(LocalService(f"rollout-{i}", lambda i=i: rollout_service(config, i), host))
-                 for i in range(2)],
-        drafters=[LocalDrafterClient(LocalService(f"drafter-{i}", lambda i=i: drafters[i], host)) for i in range(2)],
-        policy=LocalPolicyClient(LocalService("policy", lambda: policy, host)),
-        reward=LocalRewardClient(LocalService("reward", lambda: reward, host)),
-        waiter=host,
-        initial_drafter=Blob(initial_drafter_state(config)),
-        advantages=partial(advantages, algorithm=config.policy.algorithm),
-    )  # fmt: skip
     observer = Recorder()
-    try:
-        summary = Coordinator(config, load_inputs(config), services, observer, time.monotonic).run()
-    finally:
-        reward.close()
+    summary = run(config, drafters, observer)
     assert summary["status"] == "finished" and summary["rollouts"] == 36
     assert not [e for e in observer.events if e.kind == "states_dropped"]
     for step, metrics in enumerate(observer.steps, start=1):

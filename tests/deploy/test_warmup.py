@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from deploy.__main__ import app
 from deploy.cli_shared import PRESETS_DIR
 from deploy.warmup import run_warmup
+from deploy.warmup_lessons import positions_for
 from deploy.warmup_rollouts import collect_states
 from deploy.warmup_target import Example, _accumulate, new_model, padded_runs, store_as, trace_examples, train_target
 from services.config.load import load_config
@@ -190,14 +191,34 @@ def test_the_reasoner_is_what_a_serving_engine_wants() -> None:
     assert 25e6 < sum(torch.Size(shape).numel() for shape in target_names(spec).values()) < 30e6
 
 
-def test_the_reasoners_longest_problems_fit(tmp_path: Path) -> None:
-    config = load_config("reasoner-warmup", presets_dir=PRESETS_DIR)
+@pytest.mark.parametrize("preset", ["reasoner-warmup", "reasoner-long-warmup"])
+def test_the_reasoners_longest_problems_fit(preset: str, tmp_path: Path) -> None:
+    config = load_config(preset, presets_dir=PRESETS_DIR)
     source = config.data.source
     longest = source.terms.model_copy(update={"min": source.terms.max})
     problems = generate_problems(source.model_copy(update={"terms": longest, "size": 60}), 3)
     tokenizer, rng = tokenizer_at(tmp_path), Random(0)
     assert max(len(tokenizer.render(p.text, False)) for p in problems) <= config.data.max_prompt_tokens
     assert max(len(chain_sum_trace(p.text, rng)) + 1 for p in problems) <= config.rollout.sampling.max_tokens
+
+
+def test_the_long_reasoners_responses_have_a_long_tail() -> None:
+    """A run draws what the model was warmed up on: worked sums with a 99th percentile of 8 medians or more."""
+    warm, run = (load_config(n, presets_dir=PRESETS_DIR) for n in ("reasoner-long-warmup", "reasoner-e2e"))
+    assert warm.data.source.model_copy(update={"size": 1}) == run.data.source.model_copy(update={"size": 1})
+    assert warm.data.max_prompt_tokens == run.data.max_prompt_tokens and warm.data.seed != run.data.seed
+    assert warm.rollout.sampling.max_tokens == run.rollout.sampling.max_tokens
+    rng = Random(0)
+    problems = generate_problems(run.data.source.model_copy(update={"size": 3000}), 0)
+    lengths = sorted(len(chain_sum_trace(p.text, rng)) + 1 for p in problems)
+    assert lengths[2970] > 8 * lengths[1500] and lengths[2970] > 2500
+    longest = positions_for(warm.rollout.engine.max_len)
+    assert longest >= run.rollout.engine.max_len + 8, "and the places for draft tokens, with which SGLang begins"
+
+
+@pytest.mark.parametrize(("max_len", "positions"), [(768, 2048), (1984, 2048), (1985, 4096), (5312, 8192)])
+def test_a_new_model_has_positions_for_rollouts_and_what_is_drafted_behind_them(max_len: int, positions: int) -> None:
+    assert positions_for(max_len) == positions
 
 
 def test_new_drafters_for_a_kept_target(tmp_path: Path) -> None:

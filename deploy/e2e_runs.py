@@ -1,0 +1,135 @@
+"""The runs of `longtail bench e2e`: each in turn, its steps told and kept as they come, one that fails beside the rest.
+
+A step's metrics go to `steps.jsonl` at once: whatever ends the bench, what was measured until then is there.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from deploy.cli_shared import interrupt_on_sigterm
+from deploy.inputs import load_inputs
+from deploy.local import build_services
+from deploy.processes import descendants, end_processes
+from deploy.side_by_side import SideBySideHost, single_threaded
+from services.config.schema import ClusterConfig
+from services.coordinator.coordinator import Coordinator
+from services.core.errors import LongtailError, StopRequested
+from services.core.types import RunEvent, StepMetrics
+from services.simulator.world import Notes
+
+Say = Callable[[str], None]
+STEPS_FILE = "steps.jsonl"
+PHASES = ("rollout_s", "reward_s", "policy_s", "publish_s")
+
+
+@dataclass(frozen=True)
+class Run:
+    """`error`: why it ended before its last step; empty: it did not. `stopped`: because a person wanted it."""
+
+    mode: str
+    seed: int
+    steps: tuple[StepMetrics, ...]
+    servers: int
+    error: str = ""
+    stopped: bool = False
+
+    @property
+    def counted(self) -> tuple[StepMetrics, ...]:
+        """Without the first: nobody knows anything there yet, neither selector nor drafter trainer."""
+        return self.steps[1:] or self.steps
+
+    @property
+    def counts(self) -> bool:
+        """Whether it has figures: a run that failed in its second step has none."""
+        return len(self.steps) > (1 if self.error else 0)
+
+
+@dataclass
+class StepNotes(Notes):
+    """Tells each step, and writes it to `file` (none: nowhere) as one line of JSON."""
+
+    mode: str = ""
+    seed: int = 0
+    say: Say = print
+    file: Path | None = None
+
+    def step(self, metrics: StepMetrics) -> None:
+        super().step(metrics)
+        self.say(step_line(self.mode, self.seed, metrics))
+        self._keep({"step": asdict(metrics)})
+
+    def event(self, event: RunEvent) -> None:
+        super().event(event)
+        self.say(f"seed {self.seed} {self.mode:<7} {event.kind}: {event.message}")
+        self._keep({"event": asdict(event)})
+
+    def failed(self, error: str) -> None:
+        self.say(f"seed {self.seed} {self.mode:<7} failed after {len(self.steps)} steps: {error}")
+        self._keep({"error": error})
+
+    def _keep(self, what: Mapping[str, Any]) -> None:
+        if self.file is not None:
+            with self.file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps({"mode": self.mode, "seed": self.seed, **what}) + "\n")
+
+
+def step_s(m: StepMetrics) -> float:
+    return float(sum(getattr(m, phase) for phase in PHASES))
+
+
+def step_line(mode: str, seed: int, m: StepMetrics) -> str:
+    parts = ", ".join(f"{phase.removesuffix('_s')} {getattr(m, phase):.2f}" for phase in PHASES)
+    accepted = "-" if m.acceptance_length is None else f"{m.acceptance_length:.2f}"
+    return (
+        f"seed {seed} {mode:<7} step {m.step}: {step_s(m):.2f} s ({parts}), {m.response_tokens} tokens, longest "
+        f"{m.response_len_max}, acceptance length {accepted}, reward {m.reward_mean:.3f}"
+    )
+
+
+def measured(config: ClusterConfig, mode: str, on_ray: bool, say: Say, out: Path | None) -> Run:
+    """One run. What fails in it is told and kept in the result, because other runs may well succeed."""
+    notes = StepNotes(mode=mode, seed=config.run.seed, say=say, file=None if out is None else out / STEPS_FILE)
+    error, stopped = "", False
+    try:
+        (_on_ray if on_ray else _side_by_side)(config, notes)
+    except (StopRequested, KeyboardInterrupt) as stop:
+        error, stopped = str(stop) or "stopped", True
+    except LongtailError as problem:
+        error = str(problem) or type(problem).__name__
+    if error:
+        notes.failed(error)
+    return Run(mode, config.run.seed, tuple(notes.steps), config.rollout.num_servers, error, stopped)
+
+
+def _side_by_side(config: ClusterConfig, notes: Notes) -> None:
+    """On time lines of the services' own, in processor time."""
+    config, host = single_threaded(config), SideBySideHost()
+    with ExitStack() as closing:
+        services = build_services(config, host, closing, time.process_time)
+        Coordinator(config, load_inputs(config), services, notes, host.clock).run()
+
+
+def _on_ray(config: ClusterConfig, notes: Notes) -> None:
+    """By the clock. Returns when all processes of the run have ended, an engine's own among them: until then they have
+    memory of the GPU that the next run counts on."""
+    from deploy.cluster import run_on_ray
+
+    before, own = descendants(), list[psutil.Process]()
+
+    def started(_handles: Mapping[str, Any]) -> None:
+        interrupt_on_sigterm()
+        own.extend(p for p in descendants() if p not in before)
+
+    try:
+        run_on_ray(config, notes, on_start=started)
+    finally:
+        end_processes(own)
