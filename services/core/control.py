@@ -41,7 +41,8 @@ def _is_clean(message: object) -> bool:
     while layer:
         parts: list[object] = []
         for thing in layer:
-            look = _parts_of(type(thing))
+            kind: type = type(thing)
+            look = _parts_of(kind)
             if look is None:
                 return False
             parts += look(thing)
