@@ -33,6 +33,7 @@ from services.simulator.law import Law, expected_tokens, position_rates
 from services.simulator.learning import Skill
 from services.simulator.scenario import Scenario
 from services.simulator.told import NOTHING, Told, Usage
+from services.simulator.unseen import Unseen
 from services.speculation.adaptive import Adaptive
 from services.speculation.cost import CostModel
 from services.speculation.cost_table import NETWORK, CostLine, CostTable
@@ -127,7 +128,7 @@ class ServerModel:
         self._running: list[tuple[float, int, Request]] = []  # a heap by the progress at which they end
         self._progress, self._taken = 0.0, 0
         self._base = 0.0  # the context of what runs, less progress times their number
-        self._unseen = 0.0  # tokens that the drafter has not seen, beside one round's
+        self._unseen = Unseen()
         self._told = Told()
 
     # ------------------------------------------------------------------ leases, weights, strategies
@@ -186,7 +187,9 @@ class ServerModel:
         out = [(r, r.reached(self._progress)) for _, _, r in self._running if r.rollout_id in wanted]
         out += [(r, r.known) for r in self._waiting if r.rollout_id in wanted]
         partials = tuple(self._partial(r, count) for r, count in out)
-        self._base -= sum(self._part_of_base(r) for _, _, r in self._running if r.rollout_id in wanted)
+        for _, number, request in self._running:
+            if request.rollout_id in wanted:
+                self._leaves(number, request)
         self._waiting = deque(r for r in self._waiting if r.rollout_id not in wanted)
         self._running = [entry for entry in self._running if entry[2].rollout_id not in wanted]
         heapq.heapify(self._running)
@@ -216,11 +219,11 @@ class ServerModel:
             end = self._progress + request.length - request.known
             heapq.heappush(self._running, (end, self._taken, request))
             self._base += self._part_of_base(request)
+            self._unseen.joined(self._part_of_base(request))
             if request.work.group_id not in prompts:
                 prompts.add(request.work.group_id)
                 tokens += len(request.work.prompt.token_ids)
             tokens += request.known
-            self._unseen += len(request.work.prompt.token_ids) + request.known
         seconds = tokens / self._scenario.prefill_rate
         self._told.prefilled(tokens, seconds)
         return seconds
@@ -249,7 +252,8 @@ class ServerModel:
         seconds = rounds * line.seconds(context + running * tokens * rounds / 2, behind)
         seconds += line.behind * max(0.0, view.behind_tokens - behind)
         self._progress += rounds * tokens
-        self._unseen = 0.0 if strategy.drafter in NETWORK else self._unseen + rounds * tokens * running
+        if strategy.drafter in NETWORK:
+            self._unseen.drafted(self._taken, self._progress - tokens)
         self._told.stretch(strategy, rounds, tokens, running, seconds, choice, spent)
         if self._learns:
             read = view if context == view.context_tokens else replace(view, context_tokens=context)
@@ -263,7 +267,7 @@ class ServerModel:
     def _view(self) -> RoundView:
         running = len(self._running)
         context = round(self._base + running * self._progress)
-        behind = min(context, round(self._unseen) + running)
+        behind = min(context, round(self._unseen.tokens(running, self._progress)))
         return RoundView(running, context, behind, self._temperature, self._law.version)
 
     def _read_by_a_pass(self, view: RoundView) -> int:
@@ -287,9 +291,14 @@ class ServerModel:
 
     def _ended(self) -> Iterator[Request]:
         while self._running and self._running[0][0] <= self._progress + 1e-9:
-            request = heapq.heappop(self._running)[2]
-            self._base -= self._part_of_base(request)
+            _, number, request = heapq.heappop(self._running)
+            self._leaves(number, request)
             yield request
+
+    def _leaves(self, number: int, request: Request) -> None:
+        base = self._part_of_base(request)
+        self._base -= base
+        self._unseen.left(number, base)
 
     # ------------------------------------------------------------------ what is told
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from services.core.types import GroupWork, Prompt, SamplingParams
+from services.simulator.learning import Learning
 from services.simulator.scenario import Recorded
 from services.simulator.server import Prices, ServerModel, ids
 from services.speculation.cost_table import CostTable
@@ -17,10 +20,10 @@ def group(name: str, prompt_tokens: int, size: int = 4) -> GroupWork:
     return GroupWork(name, Prompt(name, "", ids(prompt_tokens), "", "simulated"), numbers, numbers, sampling)
 
 
-def server(lengths: dict[tuple[str, int], int], dense: bool) -> ServerModel:
+def server(lengths: dict[tuple[str, int], int], dense: bool, mode: str = "off") -> ServerModel:
     """With room for 8; nothing but reading keys and values takes time."""
     assumed = scenario(lengths=Recorded(lengths), dense=dense, prefill_rate=1e12, costs=READING, stretch=1)
-    model = ServerModel(cluster(1, "off"), assumed, Prices(READING), 0)
+    model = ServerModel(cluster(1, mode), assumed, Prices(READING), 0)
     model.load_policy(0, 0.0)
     model.open_epoch(0, 0.0)
     return model
@@ -46,3 +49,21 @@ def test_a_dense_block_takes_a_group_in_whole(dense: bool, running: int) -> None
     report, _ = model.advance(20 * 8 * 60 * READ_S, 0.0)
     assert len(report.finished) == 1
     assert (len(report.running), report.waiting) == (running, 11 - running)
+
+
+def test_a_learning_server_goes_through_any_strategies_and_lengths() -> None:
+    """Drafts take requests to broken numbers of tokens, requests come and end at any of them: what a dense pass reads
+    stays no less than all contexts, and those no less than what the drafter has yet to see (a view refuses else)."""
+    for seed in range(260):
+        _random_strategies(Random(seed))
+
+
+def _random_strategies(rng: Random) -> None:
+    prompt_tokens, names = rng.randint(1, 40), ("a", "b", "c")[: rng.randint(1, 3)]
+    lengths = {(n, i): rng.choice((60, 200) if i < 2 else (3, 6, 12)) for n in names for i in range(4)}
+    model, finished = server(lengths, dense=True, mode="full"), 0
+    model.load_drafter(0, Learning().first(), 0.0)
+    model.submit([group(n, prompt_tokens) for n in names], 0.0)
+    while finished < len(lengths):
+        model.set_strategy(rng.choice(("off", "off", "off", "eagle_1_1_2", "eagle_3_1_4")), 0.0)
+        finished += len(model.advance(rng.choice((20, 200, 2000, 20000)) * READ_S, 0.0)[0].finished)
