@@ -216,8 +216,9 @@ class Adaptive:
             self._check_paid = None
 
     def _old_reference(self, other: Outlook, view: RoundView) -> bool:
-        since = self._references.get(batch_bucket(view.running))
-        return other.strategy.is_off and (since is None or self._round - since >= REFERENCE_GAP)
+        bucket = batch_bucket(view.running)
+        known = [at for near, at in self._references.items() if abs(near - bucket) <= 1]
+        return other.strategy.is_off and (not known or self._round - max(known) >= REFERENCE_GAP)
 
     def _loss(self, other: Outlook, best: Outlook, view: RoundView) -> float:
         """Seconds that a round with `other` is expected to lose against the best one."""
