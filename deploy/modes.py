@@ -35,6 +35,8 @@ def in_mode(config: ClusterConfig, mode: str, best: StrategyConfig | None = None
     when = {"static": "never", "ema": "never", "tlt": "always"}.get(mode)
     if when is not None:
         tree["drafter"]["training"]["when"] = when
+    if mode in ("off", "suffix"):
+        tree["drafter"]["states"] = "policy"  # which keeps none where no drafter learns
     return ClusterConfig.model_validate(tree)
 
 

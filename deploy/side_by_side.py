@@ -16,6 +16,8 @@ from deploy.inprocess import LocalHost
 from services.config.schema import ClusterConfig
 from services.core.protocols import Clock, Pending
 
+MICRO_STEP_S = 0.05  # about one of a pocket model's drafter
+
 
 class SideBySideHost(LocalHost):
     """`work_clock` tells the time that the calls take."""
@@ -59,8 +61,10 @@ class SideBySideHost(LocalHost):
 
 def single_threaded(config: ClusterConfig) -> ClusterConfig:
     """Services in one process share its number of threads; with more than one, waiting for each other is counted as
-    processor time, a multiple of the work on a busy machine."""
+    processor time, a multiple of the work on a busy machine. Nor does a call reach a service before the one under way
+    ends: a trainer that is interrupted elsewhere at its next micro-step would finish its whole budget here."""
     tree = config.model_dump()
+    tree["drafter"]["micro_step_budget_s"] = min(MICRO_STEP_S, config.drafter.micro_step_budget_s)
     for section in (tree["policy"], tree["drafter"], tree["rollout"]["engine"]):
         section["threads"] = 1
     return ClusterConfig.model_validate(tree)

@@ -247,6 +247,8 @@ class Coordinator:
     def train_step(self, batch: TrainBatch) -> None:
         self.checkpoints.recorded = None
         self._board.enter("policy")
+        if self._engine_states:  # which are here already: the verdict comes while the policy trains
+            self._releases.estimate(self._drafting.live)
         with self._timed("policy"), self._timeline.span("policy", "policy"):
             self._turns.begin()
             report, pending, blob = self._services.policy.train_step(batch)
@@ -256,7 +258,7 @@ class Coordinator:
         self._facts.drafter = tuple(self._drafting.progress)
         if not self._engine_states:
             self._trainers.add_chunk(chunk, blob)
-        self._releases.estimate(self._drafting.live)
+            self._releases.estimate(self._drafting.live)
 
     def publish_policy(self) -> None:
         self._board.enter("publish")
@@ -275,8 +277,7 @@ class Coordinator:
             self._salvage()
         start = self._clock()
         with self._timed("publish"):
-            first = self._fleet.drafter is None
-            releases = self._releases
+            first, releases = self._fleet.drafter is None, self._releases
             published = releases.publish_first() if first else releases.publish(self._drafting.live)
         if published is not None:
             self._telemetry.published("drafter", published.version, self._clock() - start, published.blob)

@@ -171,7 +171,8 @@ def build_policy_service(
     if config.placement.colocated:
         for parameter in model.parameters():
             parameter.data = movable(parameter.data)
-    keep_states = config.drafter.states == "policy"
+    drafts = any(s.learned for s in config.speculation.strategies)  # else nobody learns from states
+    keep_states = drafts and config.drafter.states == "policy"
     trainer = PolicyTrainer(model, config.policy, clock, compute, aux_layers, keep_states, team, device)
     writer, restored = None, None
     if checkpoints is not None:

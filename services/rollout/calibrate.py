@@ -84,7 +84,8 @@ class _Session:
                 self._engine.submit(_dummies(running, context, self._limits))
             self._engine.step()
             heard = self._recorder.heard.pop()
-            caught_up = heard.seconds.extend > 0 and heard.view.behind_tokens >= 8 * running
+            extends = strategy.drafter in NETWORK and heard.seconds.extend > 0
+            caught_up = extends and heard.view.behind_tokens >= 8 * running
             if repeat or caught_up:
                 self.found[strategy.name, heard.view.running, -context if caught_up else context].append(heard)
             self.over = bool(self.found) and self._clock() >= self._end

@@ -135,14 +135,14 @@ class NativeEngine:
         check_room(work, self._options.max_running, self.released)
 
     def abort(self) -> tuple[str, ...]:
-        """Drop everything waiting and running; returns the dropped rollout ids."""
+        """Drop everything waiting and running; returns the dropped rollout ids. Hidden states of responses that ended
+        are kept: a server is asked for them in its slot's next epoch."""
         dropped = [r.rollout_id for r in self._requests]
         dropped += [f"{w.group_id}#{i}" for w in self._waiting for i in w.indices]
         self._requests.clear()
         self._waiting.clear()
         self._rows.count = 0
         self._sampling.clear()
-        self._kept.forget()
         return tuple(dropped)
 
     def peek(self, rollout_ids: Collection[str]) -> tuple[PartialRollout, ...]:
@@ -262,6 +262,8 @@ class NativeEngine:
         self._proposer.learn(self._requests, verified.accepted)
         self._watch.lap("verify")
         emitted, finished = self._commit(draft, verified, logprobs)
+        if chosen.searched:
+            self._proposer.index(self._requests)
         counts = count_tries(draft, verified)
         self._selector.record(RoundOutcome(chosen, view, emitted, self._watch.seconds(), *counts))
         self._choices.note(choice, view.running, emitted, started_s, self._clock())
@@ -284,7 +286,7 @@ class NativeEngine:
             first = self.num_running
             self._rows.add_group(list(work.prompt.token_ids), len(work.indices))
             tokens += len(work.prompt.token_ids)
-            self._observe(work.prompt.id, work.prompt.token_ids, 0)
+            self._note(work.prompt.id, work.prompt.token_ids, 0)
             for row, (index, seed) in enumerate(zip(work.indices, work.seeds, strict=True), start=first):
                 tokens += self._begin(row, Request.begin(work, index, seed, self._clock()))
             self._sampling.clear()
@@ -301,13 +303,14 @@ class NativeEngine:
         if known:
             self._rows.extend(row, known)
             prompt = request.work.prompt
-            self._observe(prompt.id, [*prompt.token_ids, *known], len(prompt.token_ids))
+            self._note(prompt.id, [*prompt.token_ids, *known], len(prompt.token_ids))
+            request.indexed = len(known)
         return len(known)
 
-    def _observe(self, key: str, tokens: Sequence[int], start: int) -> None:
-        """Let the suffix index see tokens[start:]."""
+    def _note(self, key: str, tokens: Sequence[int], start: int) -> None:
+        """Let the suffix index know of tokens[start:]."""
         if self._options.suffix_index is not None:
-            self._options.suffix_index.observe(key, tokens, start)
+            self._options.suffix_index.note(key, tokens, start)
 
     def _uniforms(self, count: int) -> Tensor:
         """Fresh random numbers [rows, count], each rollout's own stream."""
@@ -368,10 +371,6 @@ class NativeEngine:
         request.response_ids.extend(tokens)
         request.logprobs.extend(values)
         self._rows.advance(row, len(tokens))
-        index = self._options.suffix_index
-        if index is not None:
-            known = request.last_ids(index.max_match + len(tokens))
-            index.observe(request.work.prompt.id, known, len(known) - len(tokens))
 
     def _close(self, row: int, reason: FinishReason) -> Rollout:
         """Free the row; rows are closed from the last to the first, so that moves do not disturb pending ones."""
@@ -391,6 +390,7 @@ class NativeEngine:
 
     def _free(self, row: int) -> Request:
         request = self._requests[row]
+        self._proposer.note(request)
         moved = self._rows.close(row)
         if moved is not None:
             self._requests[row] = self._requests[moved]

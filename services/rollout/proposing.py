@@ -52,7 +52,8 @@ class Proposer:
         if strategy.drafter == "eagle" and not self.eagle.ready:
             raise WeightError(f"strategy {strategy.name} needs a drafter: load one, or use strategy off")
         found: list[list[Follower]] = [[] for _ in requests]
-        if strategy.drafter in ("suffix", "hybrid"):
+        if strategy.searched:
+            self._index_catches_up(requests)
             found = [self._follow(r, [], strategy.longest, 1.0) for r in requests]
         instead = [self._better(strategy, r, f) for r, f in zip(requests, found, strict=True)]
         self._drawn = [0] * len(requests)
@@ -72,6 +73,35 @@ class Proposer:
     def ended(self, num_tokens: int) -> None:
         """A response came to its end: how long others may last is judged by it."""
         self._finished.append(num_tokens)
+
+    def index(self, requests: Sequence[Request]) -> None:
+        """Behind a round that asked the suffix index: it sees what the round brought, since the next one asks as well.
+        Other rounds do not pay for it."""
+        index = self._index
+        assert index is not None, "the service makes a suffix index when a strategy needs one"
+        for request in requests:
+            self._tell(index.observe, request)
+
+    def note(self, request: Request) -> None:
+        """Let the suffix index know what is new of a response that leaves, to be counted when somebody asks for it."""
+        if self._index is not None:
+            self._tell(self._index.note, request)
+
+    def _tell(self, told: Callable[[str, Sequence[int], int], None], request: Request) -> None:
+        new = len(request.response_ids) - request.indexed
+        if new and self._index is not None:
+            known = request.last_ids(self._index.max_match + new)
+            told(request.work.prompt.id, known, len(known) - new)
+            request.indexed += new
+
+    def _index_catches_up(self, requests: Sequence[Request]) -> None:
+        """With what rounds of other strategies brought, and responses that left."""
+        assert self._index is not None
+        behind = any(len(r.response_ids) > r.indexed for r in requests)
+        self.index(requests)
+        noted = [self._index.catch_up(key) for key in {r.work.prompt.id for r in requests}]
+        if behind or any(noted):
+            self._watch.lap("extend")
 
     def _caught_up(self, requests: Sequence[Request]) -> CaughtUp:
         """Bring the drafter forward by a round's portion. While most rows are far behind, none is ready: drafting and

@@ -175,6 +175,7 @@ class Request(RequestLife):
     logprobs: list[float] = field(default_factory=list)
     acceptance: AcceptanceCounter = field(default_factory=AcceptanceCounter)
     learned: AcceptanceRate = field(default_factory=AcceptanceRate)  # of the EAGLE drafter's tokens
+    indexed: int = 0  # response tokens that the suffix index was told of
 
     @classmethod
     def begin(cls, work: GroupWork, index: int, seed: int, now_s: float) -> Request:

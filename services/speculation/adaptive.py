@@ -23,18 +23,21 @@ from services.config.speculation import AdaptiveSelector
 from services.speculation.cost import CostModel, batch_bucket
 from services.speculation.cost_table import NETWORK, CostPoint
 from services.speculation.expectation import AcceptanceModel
-from services.speculation.lifetime import Lifetime
+from services.speculation.lifetime import Ends, Lifetime
 from services.speculation.round import Choice, RoundOutcome, RoundView
 from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 
 STANDS_FOR = 8  # rounds that a choice stands for within a batch bucket: deciding costs time, too
 CHECK_GAP = 6  # rounds between two checks
-# Rounds after which OFF is run again, if a check can be paid for: everything that is told of gains is measured by it,
-# and a figure that nothing corrects drifts with the common factor.
+# Rounds after which OFF is run again at about this batch size, if a check can be paid for: everything that is told of
+# gains is measured by it, and a figure that nothing corrects drifts with the common factor. At once where it never was:
+# its price at other batch sizes, or of a calibration beside other work, may be far off, and nothing else tells.
 REFERENCE_GAP = 256
 _CREDIT, _MOST_CREDIT = 4.0, 8.0  # rounds whose time is there for checks at first and with a new drafter; at most
+_NEWS = 0.005  # of the rounds since the last new drafter, at most so many: a run that trains has one every step
+_NEAR = 2  # half octaves: OFF at half or twice the batch size says enough of what it takes at this one
 _WASTED = 0.5  # of catching up for a check: if the strategy pays, it had to be done anyway
-_PLAIN = ("round", "drafter_version", "chosen_at", "checked_at", "credit_s", "news")  # attributes of a state
+_PLAIN = ("round", "drafter_version", "chosen_at", "checked_at", "credit_s", "news", "news_at")  # attributes of a state
 _PATIENCE = 0.2  # how fast they grow; with 0 a single request now and then ran 8 to 10 % below the oracle
 _SECONDS_BESIDE = 1.0  # standard deviations of a round's time beside its mean that count as plausible
 
@@ -63,15 +66,17 @@ class Adaptive:
         self._without_network = tuple(s for s in self._strategies if s.drafter not in NETWORK)
         self.costs, self.acceptance = costs, acceptance
         self._check_share, self._margin = check_share, margin
-        self._life = Lifetime()
+        self._life, self._ends = Lifetime(), Ends()
         self._round = 0
         self._drafter_version: int | None = None
         self._choice: Choice | None = None  # that stands
         self._held: DraftStrategy | None = None  # the best so far, checks aside
         self._chosen_for, self._chosen_at = (0, 0), 0
         self._checked_at = -CHECK_GAP
-        self._credit_s, self._news = 0.0, True
+        self._check_paid: tuple[float, float] | None = None  # what the check under way may lose, the best one's score
+        self._credit_s, self._news, self._news_at = 0.0, True, 0
         self._used: dict[str, int] = {}
+        self._references: dict[int, int] = {}  # by batch bucket: the last round with OFF
         self.measured = False  # whether its costs are an engine's own
 
     @property
@@ -97,10 +102,12 @@ class Adaptive:
             "costs": self.costs.state(),
             "acceptance": self.acceptance.state(),
             "life": self._life.state(),
+            "ends": self._ends.state(),
             "choice": stands,
             "held": None if self._held is None else self._held.name,
             "chosen_for": list(self._chosen_for),
             "used": dict(self._used),
+            "references": [list(seen) for seen in self._references.items()],
             **{name: getattr(self, f"_{name}") for name in _PLAIN},
             "measured": self.measured,
         }
@@ -110,11 +117,13 @@ class Adaptive:
         assert state["kind"] == "adaptive"
         named = {s.name: s for s in self._strategies}
         self.costs, self.acceptance = CostModel.of(state["costs"]), AcceptanceModel.of(state["acceptance"])
-        self._life, self._held = Lifetime.of(state["life"]), named.get(state["held"])
+        self._life, self._ends = Lifetime.of(state["life"]), Ends.of(state["ends"])
+        self._held = named.get(state["held"])
         name, *rest = state["choice"] or [None]
         self._choice = Choice(named[name], *rest) if name in named else None
         running, version = state["chosen_for"]
         self._chosen_for, self._used = (running, version), dict(state["used"])
+        self._references = dict(state["references"])
         for plain in _PLAIN:
             setattr(self, f"_{plain}", state[plain])
         self.measured = state["measured"]
@@ -134,10 +143,15 @@ class Adaptive:
         self.costs.observe(outcome)
         self.acceptance.observe(outcome)
         self._life.observe(outcome)
+        self._ends.observe(outcome)
         self._used[outcome.strategy.name] = self._round
+        if outcome.strategy.is_off:
+            self._references[batch_bucket(outcome.view.running)] = self._round
         took = outcome.seconds.total
+        self._settle_check(took, outcome.tokens)
         if self._news:
-            self._credit_s, self._news = self._credit_s + _CREDIT * took, False
+            rounds = min(_CREDIT, _NEWS * (self._round - self._news_at)) if self._news_at else _CREDIT
+            self._credit_s, self._news, self._news_at = self._credit_s + rounds * took, False, self._round
         self._credit_s = min(self._credit_s + self._check_share * took, _MOST_CREDIT * took)
 
     def outlooks(self, view: RoundView) -> list[Outlook]:
@@ -161,7 +175,7 @@ class Adaptive:
         return Choice(best.strategy, reason, best.score, outlooks[0].score)
 
     def _outlook(self, strategy: DraftStrategy, view: RoundView) -> Outlook:
-        tokens, stages = self.acceptance.tokens(strategy, view), self.costs.seconds(strategy, view)
+        tokens, stages = self.acceptance.tokens(strategy, view, self._ends.rate), self.costs.seconds(strategy, view)
         catching_up = self._catching_up(strategy, view, tokens)
         # the first round pays all of it, for as many rounds as its requests live
         seconds = stages.total - catching_up * (1 - 1 / max(1.0, self._life.tokens / tokens))
@@ -183,18 +197,29 @@ class Adaptive:
             for o in outlooks
             if o is not best
             and (loss := self._loss(o, best, view)) <= self._credit_s
-            and (self._may_beat(o, best, view) or self._old_reference(o))
+            and (self._may_beat(o, best, view) or self._old_reference(o, view))
         }
         candidates = [o for o in outlooks if o.strategy.name in losses]
         if not candidates:
             return None
         chosen = min(candidates, key=lambda o: (self._used.get(o.strategy.name, -1), -o.score))
-        self._credit_s -= max(0.0, losses[chosen.strategy.name])
+        self._check_paid = max(0.0, losses[chosen.strategy.name]), best.score
+        self._credit_s -= self._check_paid[0]
         self._checked_at = self._round
         return chosen
 
-    def _old_reference(self, other: Outlook) -> bool:
-        return other.strategy.is_off and self._round - self._used.get(other.strategy.name, 0) >= REFERENCE_GAP
+    def _settle_check(self, took: float, tokens: int) -> None:
+        """What a check did lose is what it costs: with a new drafter, of which the best is hoped, that is more than was
+        expected of it as a rule."""
+        if self._check_paid is not None:
+            expected, score = self._check_paid
+            self._credit_s += expected - max(0.0, took - tokens / score)
+            self._check_paid = None
+
+    def _old_reference(self, other: Outlook, view: RoundView) -> bool:
+        bucket = batch_bucket(view.running)
+        known = [at for near, at in self._references.items() if abs(near - bucket) <= _NEAR]
+        return other.strategy.is_off and (not known or self._round - max(known) >= REFERENCE_GAP)
 
     def _loss(self, other: Outlook, best: Outlook, view: RoundView) -> float:
         """Seconds that a round with `other` is expected to lose against the best one."""
@@ -205,11 +230,11 @@ class Adaptive:
         """Whether `other` is better if its tokens and seconds lie as far beside as is plausible. Where the best one is
         accepted by the same law, its own tokens move along, up or down."""
         model, shared = self.acceptance, self.acceptance.shares(other.strategy, best.strategy)
-        beside = self._tokens_beside(other.strategy, view.running)
+        beside, ends = self._tokens_beside(other.strategy, view.running), self._ends.rate
 
         def lift(deviations: float) -> float:
-            gain = model.tokens_at(other.strategy, view, deviations) / other.tokens
-            return gain / (model.tokens_at(best.strategy, view, deviations) / best.tokens) if shared else gain
+            gain = model.tokens_at(other.strategy, view, deviations, ends) / other.tokens
+            return gain / (model.tokens_at(best.strategy, view, deviations, ends) / best.tokens) if shared else gain
 
         most = max(lift(beside), lift(-beside)) if shared else lift(beside)
         cheaper = math.exp(_SECONDS_BESIDE * self.costs.spread(other.strategy, view))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from services.speculation.cost_table import CostPoint, CostTable
+from services.speculation.cost_table import NETWORK, CostPoint, CostTable
 from services.speculation.round import RoundOutcome, RoundView, StageSeconds
 from services.speculation.strategy import DraftStrategy
 
@@ -114,12 +114,14 @@ class CostModel:
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Correct by a round. An extend stage that was timed apart corrects the price of catching up, the other stages
-        the strategy's factor."""
+        the strategy's factor. A suffix index catches up as well; that is not laid on its rounds' price: it would have
+        to be done sooner or later, and a strategy that is checked now and then would look as dear as that for good."""
         base, measured = self._base(outcome.strategy, outcome.view), outcome.seconds
-        timed_apart = measured.extend > 0 and base.extend > 0
+        timed_apart = measured.extend > 0 and (base.extend > 0 or outcome.strategy.drafter not in NETWORK)
         predicted, took = base.total, measured.total
         if timed_apart:
             predicted, took = predicted - base.extend, took - measured.extend
+        if timed_apart and base.extend > 0:
             off = math.log(measured.extend / base.extend) - self._common_part()
             self._extend.tell(off, _KEEP)
         if min(predicted, took) <= 0:  # a clock too coarse for the round

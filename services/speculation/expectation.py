@@ -71,17 +71,19 @@ class AcceptanceModel:
         self._tracks: dict[Key, Track] = {}
         self._round = 0
 
-    def tokens(self, strategy: DraftStrategy, view: RoundView) -> float:
-        """Expected tokens that a request commits in a round, the bonus included."""
-        return self.tokens_at(strategy, view, 0.0)
+    def tokens(self, strategy: DraftStrategy, view: RoundView, ends: float = 0.0) -> float:
+        """Expected tokens that a request commits in a round, the bonus included. `ends`: the chance of each token to be
+        the last one, behind which a stop cuts off what was accepted; 0: that is counted as well."""
+        return self.tokens_at(strategy, view, 0.0, ends)
 
-    def tokens_at(self, strategy: DraftStrategy, view: RoundView, deviations: float) -> float:
+    def tokens_at(self, strategy: DraftStrategy, view: RoundView, deviations: float, ends: float = 0.0) -> float:
         """The same if all its rates lie `deviations` standard deviations beside their means. Together: what moves a
         drafter's acceptance at one position moves it at all of them."""
         if strategy.is_off:
             return 1.0
         means, spreads = self._rates(strategy, view.temperature)
-        return committed([min(0.999, max(0.0, m + deviations * s)) for m, s in zip(means, spreads, strict=True)])
+        beside = [min(0.999, max(0.0, m + deviations * s)) for m, s in zip(means, spreads, strict=True)]
+        return committed([(1 - ends) * rate for rate in beside])
 
     def shares(self, one: DraftStrategy, other: DraftStrategy) -> bool:
         """Whether the two are accepted by the same law, so that the uncertainty of one is that of the other."""

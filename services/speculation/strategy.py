@@ -28,6 +28,11 @@ class DraftStrategy:
         return self.drafter == "off"
 
     @property
+    def searched(self) -> bool:
+        """Needs a suffix index."""
+        return self.drafter in ("suffix", "hybrid")
+
+    @property
     def longest(self) -> int:
         """Most draft tokens behind one another."""
         return self.num_draft_tokens - 1 if self.drafter == "hybrid" else self.depth

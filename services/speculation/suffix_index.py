@@ -36,12 +36,13 @@ def confidence(match: int, count: int, total: int) -> float:
 
 
 class SuffixIndex:
-    """At most `max_tokens` indexed tokens; the prompt least recently used goes first."""
+    """At most `max_tokens` indexed tokens, noted ones among them; the prompt least recently used goes first."""
 
     def __init__(self, max_tokens: int, min_match: int = 2, max_match: int = 8) -> None:
         assert 1 <= min_match <= max_match
         self._max_tokens, self._min, self.max_match = max_tokens, min_match, max_match
         self._maps: OrderedDict[str, _Contexts] = OrderedDict()
+        self._noted: dict[str, list[tuple[Sequence[int], int]]] = {}  # not counted yet
         self._sizes: Counter[str] = Counter()
         self._num_tokens = 0
 
@@ -51,21 +52,44 @@ class SuffixIndex:
 
     def observe(self, key: str, tokens: Sequence[int], start: int) -> None:
         """Index tokens[start:] of a sequence under its prompt's key, with the context before each."""
-        contexts = self._maps.setdefault(key, {})
-        self._maps.move_to_end(key)
+        self._enter(key, len(tokens) - start)
+        self._count(key, tokens, start)
+
+    def note(self, key: str, tokens: Sequence[int], start: int) -> None:
+        """The same, counted when the prompt is asked about next: most of what is generated without drafts from here
+        nobody ever asks about. `tokens` must not change any more."""
+        self._enter(key, len(tokens) - start)
+        if key in self._maps:
+            self._noted.setdefault(key, []).append((tokens, start))
+
+    def catch_up(self, key: str) -> bool:
+        """Count what was noted of a prompt; whether there was anything."""
+        noted = self._noted.pop(key, ())
+        for tokens, start in noted:
+            self._count(key, tokens, start)
+        return bool(noted)
+
+    def _count(self, key: str, tokens: Sequence[int], start: int) -> None:
+        contexts = self._maps.get(key)
+        if contexts is None:  # more than the index holds
+            return
         for i in range(max(start, self._min), len(tokens)):
             token, before = tokens[i], tuple(tokens[max(0, i - self.max_match) : i])
             for n in range(self._min, len(before) + 1):
                 seen = contexts.setdefault(before[-n:], {})
                 seen[token] = seen.get(token, 0) + 1
-        self._sizes[key] += len(tokens) - start
-        self._num_tokens += len(tokens) - start
+
+    def _enter(self, key: str, new: int) -> None:
+        self._maps.setdefault(key, {})
+        self._maps.move_to_end(key)
+        self._sizes[key] += new
+        self._num_tokens += new
         while self._num_tokens > self._max_tokens:  # a single prompt over the bound starts anew
-            oldest, _ = self._maps.popitem(last=False)
-            self._num_tokens -= self._sizes.pop(oldest)
+            self.forget(next(iter(self._maps)))
 
     def forget(self, key: str) -> None:
         """Drop what was indexed under a prompt's key, if anything was."""
+        self._noted.pop(key, None)
         if self._maps.pop(key, None) is not None:
             self._num_tokens -= self._sizes.pop(key)
 
@@ -74,6 +98,7 @@ class SuffixIndex:
     ) -> list[Follower]:
         """Up to `most` tokens that may follow; empty when no context is known. Ends before the token that is accepted
         with a probability below `least`, when `reach` is that of getting to the first."""
+        self.catch_up(key)
         contexts = self._maps.get(key)
         if not contexts:
             return []

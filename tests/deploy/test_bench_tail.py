@@ -7,7 +7,8 @@ import pytest
 
 from deploy.bench_tail import run_bench
 from deploy.inprocess import LocalRolloutClient, LocalService
-from deploy.side_by_side import SideBySideHost
+from deploy.side_by_side import MICRO_STEP_S, SideBySideHost, single_threaded
+from services.config.schema import ClusterConfig
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 
 
@@ -46,3 +47,11 @@ def test_calls_lie_side_by_side_and_one_behind_the_other_at_one_service() -> Non
         calls = [c for c in calls if c not in ready]
     assert seen[0][0] == pytest.approx(0.05, abs=0.02) and seen[-1][0] == pytest.approx(0.1, abs=0.03)
     assert len(seen) == 3 and host.wait([], 2.0) == [] and host.clock() == pytest.approx(seen[-1][0] + 2.0)
+
+
+def test_side_by_side_a_trainer_answers_after_about_a_micro_step() -> None:
+    """A call that would interrupt it waits in its queue here: a whole second would be laid on the rollout's end."""
+    config = single_threaded(ClusterConfig())
+    assert config.drafter.micro_step_budget_s == MICRO_STEP_S < ClusterConfig().drafter.micro_step_budget_s
+    shorter = ClusterConfig.model_validate({"drafter": {"micro_step_budget_s": 0.01}})
+    assert single_threaded(shorter).drafter.micro_step_budget_s == 0.01

@@ -35,3 +35,8 @@ def test_the_best_fixed_strategy_can_be_given() -> None:
     config = PRESETS["pocket-demo"]
     assert in_mode(config, "static", eagle_chain(5)).speculation.strategies == (eagle_chain(5),)
     assert all(s.drafter != "off" for s in drafting_strategies(config))
+
+
+def test_modes_without_a_drafter_ask_no_engine_for_states() -> None:
+    modes = {mode: in_mode(PRESETS["pocket-demo"], mode).drafter.states for mode in modes_of(PRESETS["pocket-demo"])}
+    assert modes == {"off": "policy", "static": "engine", "suffix": "policy", "tlt": "engine", "full": "engine"}

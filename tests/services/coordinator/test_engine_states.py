@@ -73,6 +73,24 @@ def test_the_tail_trains_on_this_steps_early_responses() -> None:
     assert early and all(at <= ends[step] for at, step in chunks)
 
 
+@pytest.mark.parametrize(("world", "wanted"), [(world_of, "verdict train"), (World, "train verdict")])
+def test_the_drafter_is_judged_while_the_policy_trains(world: Any, wanted: str) -> None:
+    """If its states are here before that begins, rollouts need not wait for the verdict afterwards."""
+    built, order = world(), list[str]()
+    coordinator = built.coordinator
+    releases, policy = coordinator._releases, coordinator._services.policy
+    for owner, method, name in ((releases, "estimate", "verdict"), (policy, "train_step", "train")):
+        plain = getattr(owner, method)
+
+        def noted(*given: Any, call: Any = plain, name: str = name) -> Any:
+            order.append(name)
+            return call(*given)
+
+        setattr(owner, method, noted)
+    coordinator.run()
+    assert " ".join(order) == " ".join([wanted] * 3)
+
+
 def test_only_work_of_a_step_asks_for_states() -> None:
     world = world_of()
     world.coordinator.run()

@@ -6,7 +6,8 @@ import torch
 from services.config.drafter import DrafterConfig
 from services.config.placement import PlacementConfig
 from services.config.policy import PolicyConfig
-from services.config.schema import ClusterConfig, ModelConfig
+from services.config.schema import ClusterConfig, ModelConfig, RolloutConfig, SGLangEngine
+from services.config.speculation import FixedSelector, SpeculationConfig, eagle_chain
 from services.core.errors import BatchError, ConfigError, DataError, GpuMemoryError, WeightError
 from services.core.types import TrainBatch
 from services.models.files import read_config
@@ -14,10 +15,14 @@ from services.models.layers import model_spec
 from services.models.target import TargetModel, target_names
 from services.policy.service import build_policy_service
 
+DRAFTS = SpeculationConfig(selector=FixedSelector(strategy=eagle_chain(2)))
 
-def service(folder, **policy):
+
+def service(folder, speculation=DRAFTS, **policy):
     return build_policy_service(
-        ClusterConfig(model=ModelConfig(path=str(folder)), policy=PolicyConfig(threads=1, **policy))
+        ClusterConfig(
+            model=ModelConfig(path=str(folder)), policy=PolicyConfig(threads=1, **policy), speculation=speculation
+        )
     )
 
 
@@ -45,6 +50,13 @@ def test_published_tensors_are_copies_of_one_version(model_folder, make_rollout)
     assert all(t.device.type == "cpu" and not t.requires_grad for t in after.values())
 
 
+def test_without_a_drafter_to_learn_from_them_no_states_are_kept(model_folder, make_rollout) -> None:
+    """Nor is anything computed for their sake: rollouts without an advantage are passed over."""
+    batch = TrainBatch(1, (make_rollout(0), make_rollout(1), make_rollout(2)), (1.0, -1.0, 0.0))
+    counts = [len(service(model_folder(), s).train_step(batch)[2]) for s in (DRAFTS, SpeculationConfig())]
+    assert counts == [3, 0]
+
+
 def test_a_diverged_policy_is_not_published(model_folder) -> None:
     built = service(model_folder())
     with torch.no_grad():
@@ -55,7 +67,9 @@ def test_a_diverged_policy_is_not_published(model_folder) -> None:
 
 def test_bfloat16_keeps_float32_weights_and_publishes_bfloat16(model_folder, make_rollout) -> None:
     config = ClusterConfig(
-        model=ModelConfig(path=str(model_folder()), dtype="bfloat16", device="cpu"), policy=PolicyConfig(threads=1)
+        model=ModelConfig(path=str(model_folder()), dtype="bfloat16", device="cpu"),
+        policy=PolicyConfig(threads=1),
+        speculation=DRAFTS,
     )
     built = build_policy_service(config)
     report, _, hidden = built.train_step(TrainBatch(1, (make_rollout(0), make_rollout(1)), (1.0, -1.0)))
@@ -81,10 +95,14 @@ def test_aux_states_are_collected_for_eagle3_only(model_folder, make_rollout, dr
         model=ModelConfig(path=str(model_folder(layers=5)), dtype="bfloat16", device="cpu"),
         policy=PolicyConfig(threads=1),
         drafter=DrafterConfig(**drafter),
+        speculation=DRAFTS,
+        rollout=RolloutConfig(engine=SGLangEngine()),
+        placement=PlacementConfig(gpus_per_slot=1, policy_gpus=1),
     )
     _, _, hidden = build_policy_service(config).train_step(
         TrainBatch(1, (make_rollout(0), make_rollout(1)), (1.0, -1.0))
     )
+    assert len(hidden) == 2
     for h in hidden:
         if width is None:
             assert h.aux is None

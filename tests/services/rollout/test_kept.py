@@ -52,6 +52,15 @@ def test_they_are_the_targets_own_whatever_drafted_and_however_rows_moved() -> N
     assert made.take_states(6)[1] == [], "taken once"
 
 
+def test_dropping_what_runs_leaves_the_states_of_what_ended() -> None:
+    """A slot's next epoch begins with a drop, and its server is asked for the states only then."""
+    made = engine()
+    finish(made, [keeping((1, 2, 3))])
+    made.submit(keeping((4, 5, 6), 2, 9))
+    made.step()
+    assert made.abort() and made.take_states(0)[0].num_sequences == 3
+
+
 def test_a_load_in_the_middle_leaves_states_of_the_new_policy_alone() -> None:
     made = engine()
     made.submit(keeping((1, 2, 3), 2))

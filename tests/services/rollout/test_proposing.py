@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from services.config.speculation import StrategyConfig
 from services.core.types import Rollout, SamplingParams
 from services.rollout.native import NativeEngine
+from services.speculation.round import RoundOutcome
+from services.speculation.selector import Fixed
+from services.speculation.strategy import draft_strategy
 from services.speculation.suffix_index import SuffixIndex
 from tests.services.models.tiny import (
     FAMILIES,
@@ -189,3 +193,44 @@ def test_tokens_go_to_the_requests_that_make_use_of_them() -> None:
     for r in shared.values():
         if r.sampling.temperature == 0:
             check_greedy(markov_model("llama", VOCAB, 3, 2.0), r.prompt_ids, r.response_ids)
+
+
+class Watched(SuffixIndex):
+    """Remembers how many tokens were counted."""
+
+    counted = 0
+
+    def _count(self, key: str, tokens, start: int) -> None:  # type: ignore[no-untyped-def]
+        self.counted += len(tokens) - start
+        super()._count(key, tokens, start)
+
+
+def test_rounds_that_do_not_ask_the_index_do_not_pay_for_it() -> None:
+    """A tenth of a small model's round on a CPU went into counting what nobody asked for."""
+    model, ids, suffix = tiny_model("qwen3", VOCAB, 2, 2.0), (5, 9, 3), strategy("suffix", 4)
+    index = Watched(100_000)
+    engine = make_engine(model, index=index)
+    finish(engine, [group(ids, 2, LONG)])
+    assert index.counted == 0 and index.num_tokens == 3 + 2 * 32
+    engine.force_strategy(suffix)
+    found = finish(engine, [group(ids, 1, LONG)])
+    check_all(model, found)
+    assert acceptance_length(found) > 3, "and what was said then is known when it is asked for"
+    assert index.counted >= 3 + 2 * 32
+
+
+def test_what_the_index_has_to_catch_up_with_is_no_part_of_its_rounds_price() -> None:
+    model, suffix = tiny_model("qwen3", VOCAB, 2, 2.0), strategy("suffix", 4)
+    heard: list[RoundOutcome] = []
+
+    class Listening(Fixed):
+        def record(self, outcome: RoundOutcome) -> None:
+            heard.append(outcome)
+
+    engine = make_engine(model, Listening(suffix))
+    engine.force_strategy(strategy_off := draft_strategy(StrategyConfig()))
+    engine.submit(group((5, 9, 3), 1, LONG))
+    for s in (strategy_off, strategy_off, suffix, suffix, strategy_off, suffix):
+        engine.force_strategy(s)
+        engine.step()
+    assert [o.seconds.extend > 0 for o in heard] == [False, False, True, False, False, True]

@@ -15,7 +15,7 @@ from services.speculation.adaptive import Adaptive
 from services.speculation.cost import CostModel
 from services.speculation.cost_table import CostPoint, CostTable
 from services.speculation.expectation import AcceptanceModel, committed
-from services.speculation.round import Choice, RoundView, StageSeconds
+from services.speculation.round import Choice, RoundOutcome, RoundView, StageSeconds
 from services.speculation.strategy import DraftStrategy
 from tests.services.speculation.rounds import OFF, SUFFIX, chain, outcome
 
@@ -172,7 +172,7 @@ def test_the_reference_is_measured_again_where_it_was_left_long_ago() -> None:
     slow_off = StageSeconds(0.0, 0.0, 2e-2, 1e-3)  # it takes twice as long
     world.price = lambda s, v: slow_off if s.is_off else usual(s, v)
     assert 4 <= world.play(1, 1500)["off"] <= 15
-    assert world.chosen[-1].expected_off < 0.75 * before
+    assert world.chosen[-1].expected_off < 0.8 * before
 
 
 def test_no_flapping_on_a_plateau() -> None:
@@ -293,3 +293,63 @@ def test_nothing_is_chosen_or_checked_that_the_engine_does_not_offer(offered: tu
         selector.record(outcome(strategy, view, (0.9,) * strategy.depth, price(strategy, view).total, rng))
     assert chosen.keys() <= {s.name for s in offered}
     assert chosen[offered[-1].name] > 350, "what is offered and pays is found"
+
+
+# -- never much below OFF
+
+
+def lost_to_off(w: World, running: int, rounds: int) -> float:
+    """The share of the time that OFF would not have needed for the tokens that are expected of the rounds."""
+    lost = took = 0.0
+    for _ in range(rounds):
+        view = w.view(running)
+        w.play(running, 1)
+        strategy = w.chosen[-1].strategy
+        rates = w.suffix if strategy == SUFFIX else w.rates
+        seconds = w.price(strategy, view).total
+        took += seconds
+        lost += seconds - committed(list(rates[: strategy.depth])) * w.price(OFF, view).total
+    return lost / took
+
+
+def dear(strategy: DraftStrategy, view: RoundView) -> StageSeconds:
+    """A CPU: every node has its price, and what the drafter has not seen is dear to catch up with."""
+    network = strategy.drafter == "eagle"
+    nodes = view.running * strategy.num_draft_tokens
+    draft = (3e-4 + 5e-5 * view.running) * strategy.depth if network else 1e-5 * view.running * strategy.depth
+    return StageSeconds(1e-3 + 1e-5 * view.behind_tokens if network else 0.0, draft, 4e-3 + 2e-4 * nodes, 1e-3)
+
+
+def test_new_drafters_that_do_not_pay_cost_little() -> None:
+    """A run that trains its drafter serves another version every step. Of each the best is hoped, so that a check loses
+    more than was expected of it: what it did lose is what the next ones must be paid from."""
+    shares = []
+    for seed in range(3):
+        costs = CostModel(CostTable.fit(points(dear)))
+        w = World(Adaptive(CHAINS, costs, AcceptanceModel()), (0.4,) * 8, price=dear, seed=seed)
+        lost_to_off(w, 8, 100)
+        for version in range(1, 25):
+            w.version = version
+            shares.append(lost_to_off(w, 8, 50))
+    assert sum(shares) / len(shares) <= 0.032, shares
+
+
+def test_off_is_run_where_it_never_was() -> None:
+    """Its price there may be far from what other batch sizes say, and while drafts are used nothing else would tell."""
+    w = world(rates=(0.7,) * 8)
+    w.play(64, 100)
+    for running in (8, 2):
+        assert best(w, running) != "off"
+        assert 1 <= w.play(running, 40)["off"] <= 3
+
+
+def test_drafts_are_not_credited_with_what_stops_cut_off() -> None:
+    """Short responses: of a chain of 5 that is accepted whole, the end among the next eight tokens leaves 4.1 of 6."""
+    selector, view = Adaptive(CHAINS, CostModel(), AcceptanceModel()), RoundView(16, 1600)
+    s, took = chain(5), StageSeconds(1e-3, 1e-3, 1e-2, 1e-3)
+    rng = random.Random(0)
+    for _ in range(50):
+        kept = sum(min(6, rng.randrange(1, 9)) for _ in range(16))
+        selector.record(RoundOutcome(s, view, kept, took, (16,) * 5, (16,) * 5))
+    promised = next(o for o in selector.outlooks(view) if o.strategy == s).tokens
+    assert promised == pytest.approx(4.1, rel=0.15) and selector.acceptance.tokens(s, view) > 5.5

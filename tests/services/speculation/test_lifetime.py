@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from services.speculation.lifetime import Lifetime
+from services.speculation.lifetime import Ends, Lifetime
 from services.speculation.round import RoundOutcome, RoundView, StageSeconds
 from services.speculation.strategy import OFF
+from tests.services.speculation.rounds import chain
 
 
 def told(life: Lifetime, running: int) -> None:
@@ -37,3 +38,27 @@ def test_a_new_batch_is_no_end() -> None:
     told(life, 1)
     told(life, 64)
     assert life.tokens > 256
+
+
+@pytest.mark.parametrize("mean", [20, 300])
+def test_learns_how_often_a_token_is_the_last_from_what_stops_cut_off(mean: int) -> None:
+    rng, ends = random.Random(1), Ends()
+    assert ends.rate == 0
+    for _ in range(400):
+        accepted, tokens = [0] * 4, 0
+        for _ in range(16):
+            drafts = next((k for k in range(4) if rng.random() > 0.7), 4)
+            for k in range(drafts):
+                accepted[k] += 1
+            tokens += next((k + 1 for k in range(drafts + 1) if rng.random() < 1 / mean), drafts + 1)
+        tried = (16, *accepted[:-1])
+        view, took = RoundView(16, 1600), StageSeconds(0, 0, 1, 0)
+        ends.observe(RoundOutcome(chain(4), view, tokens, took, tried, tuple(accepted)))
+    assert ends.rate == pytest.approx(1 / mean, rel=0.5)
+    assert Ends.of(ends.state()).rate == ends.rate
+
+
+def test_rounds_without_drafts_tell_nothing_of_ends() -> None:
+    ends = Ends()
+    ends.observe(RoundOutcome(OFF, RoundView(4, 40), 4, StageSeconds(0, 0, 1, 0)))
+    assert ends.state() == [0, 0]

@@ -73,6 +73,22 @@ def test_feeding_token_by_token_is_feeding_at_once(tokens: list[int], cuts: list
         assert said_by(whole, "p", tokens[: i + 1], 6) == said_by(pieces, "p", tokens[: i + 1], 6)
 
 
+@given(st.lists(st.tuples(st.sampled_from("pq"), TOKENS, st.booleans()), max_size=12), TOKENS, st.integers(5, 400))
+def test_what_was_noted_is_known_when_it_is_asked_for(
+    stream: list[tuple[str, list[int], bool]], tail: list[int], bound: int
+) -> None:
+    """At the same size: what is forgotten is forgotten of both."""
+    eager, lazy = SuffixIndex(bound), SuffixIndex(bound)
+    for key, tokens, noted in stream:
+        eager.observe(key, tokens, 0)
+        (lazy.note if noted else lazy.observe)(key, tokens, 0)
+        assert lazy.num_tokens == eager.num_tokens
+    for key in "pq":
+        found, wanted = lazy.propose(key, tail, 1), eager.propose(key, tail, 1)
+        assert [f.confidence for f in found] == [f.confidence for f in wanted]
+        assert not lazy.catch_up(key), "counted once"
+
+
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), TOKENS), max_size=30), st.integers(5, 60))
 def test_the_bound_holds_after_every_observation(stream: list[tuple[str, list[int]]], bound: int) -> None:
     index = SuffixIndex(bound)
