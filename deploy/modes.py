@@ -16,7 +16,7 @@ from typing import Any
 
 from services.config.schema import ClusterConfig
 from services.config.schema import NativeEngine as NativeEngineConfig
-from services.config.speculation import AdaptiveSelector, StrategyConfig, eagle_chain
+from services.config.speculation import AdaptiveSelector, SpeculationConfig, StrategyConfig, eagle_chain
 
 THRESHOLD = 32  # running requests up to which the reference speculates
 OFF = {"drafter": "off"}
@@ -35,7 +35,7 @@ def in_mode(config: ClusterConfig, mode: str, best: StrategyConfig | None = None
     when = {"static": "never", "ema": "never", "tlt": "always"}.get(mode)
     if when is not None:
         tree["drafter"]["training"]["when"] = when
-    if mode in ("off", "suffix"):
+    if not any(s.learned for s in SpeculationConfig.model_validate(tree["speculation"]).strategies):
         tree["drafter"]["states"] = "policy"  # which keeps none where no drafter learns
     return ClusterConfig.model_validate(tree)
 

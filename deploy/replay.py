@@ -150,7 +150,8 @@ class Replay:
         if self._rng.random() < OUTLIERS:
             noise *= self._rng.uniform(*OUTLIER_FACTOR)
         told = StageSeconds(*(s * noise for s in (mean.extend, mean.draft, mean.verify, mean.rest)))
-        record(RoundOutcome(strategy, view, tokens, told, tuple(tried), tuple(accepted)))
+        cut = view.running + sum(accepted) - tokens
+        record(RoundOutcome(strategy, view, tokens, told, tuple(tried), tuple(accepted), cut))
 
     def _commit(self, strategy: DraftStrategy) -> tuple[int, list[int], list[int]]:
         rates = position_rates(strategy, self.law)

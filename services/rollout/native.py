@@ -264,7 +264,7 @@ class NativeEngine:
         emitted, finished = self._commit(draft, verified, logprobs)
         if chosen.searched:
             self._proposer.index(self._requests)
-        counts = count_tries(draft, verified)
+        counts = count_tries(draft, verified, emitted)
         self._selector.record(RoundOutcome(chosen, view, emitted, self._watch.seconds(), *counts))
         self._choices.note(choice, view.running, emitted, started_s, self._clock())
         return finished

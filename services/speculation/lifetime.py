@@ -69,6 +69,5 @@ class Ends:
 
     def observe(self, outcome: RoundOutcome) -> None:
         tries = sum(k * count for k, count in enumerate(outcome.accepted, start=1))
-        lost = outcome.view.running + sum(outcome.accepted) - outcome.tokens
         keep = math.exp(-tries / _KEEP_TRIES)
-        self._lost, self._tries = keep * self._lost + max(0, lost), keep * self._tries + tries
+        self._lost, self._tries = keep * self._lost + outcome.cut, keep * self._tries + tries

@@ -61,7 +61,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """After the round. `tokens`: committed over all requests, bonus included, without what a stop cut off.
+    """After the round. `tokens`: committed over all requests, bonus included, without the `cut` ones, accepted behind a
+    stop or the end of the budget.
 
     `tried[k]`: requests whose first k draft tokens were accepted and that had a draft behind them; `accepted[k]`: those
     of them whose draft was accepted there too (a tree: one of the siblings), cut off by a stop or not."""
@@ -72,7 +73,8 @@ class RoundOutcome:
     seconds: StageSeconds
     tried: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
+    cut: int = 0
 
     def __post_init__(self) -> None:
-        assert len(self.tried) == len(self.accepted)
+        assert len(self.tried) == len(self.accepted) and self.cut >= 0
         assert all(0 <= a <= t for a, t in zip(self.accepted, self.tried, strict=True))

@@ -132,9 +132,9 @@ def verify_tree(
     return Verified(accepted, path, draw(rest, uniforms[:, nodes - 1]))
 
 
-def count_tries(draft: Draft, verified: Verified) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(tried, accepted) by position, as in RoundOutcome. In a tree a path may end at a node without children: nothing
-    was tried behind it."""
+def count_tries(draft: Draft, verified: Verified, kept: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """(tried, accepted, cut) as in RoundOutcome, two of them by position; `kept`: tokens that were committed. In a tree
+    a path may end at a node without children: nothing was tried behind it."""
     children, paths = draft.shape.children, verified.path.tolist()
     tried, accepted = [0] * draft.shape.depth, [0] * draft.shape.depth
     for count, length, path in zip(verified.accepted, draft.offered, paths, strict=True):
@@ -143,4 +143,4 @@ def count_tries(draft: Draft, verified: Verified) -> tuple[tuple[int, ...], tupl
             tried[k] += 1
         if any(child <= length for child in children[path[count - 1] if count else 0]):
             tried[count] += 1
-    return tuple(tried), tuple(accepted)
+    return tuple(tried), tuple(accepted), len(paths) + sum(accepted) - kept

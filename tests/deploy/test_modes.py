@@ -40,3 +40,6 @@ def test_the_best_fixed_strategy_can_be_given() -> None:
 def test_modes_without_a_drafter_ask_no_engine_for_states() -> None:
     modes = {mode: in_mode(PRESETS["pocket-demo"], mode).drafter.states for mode in modes_of(PRESETS["pocket-demo"])}
     assert modes == {"off": "policy", "static": "engine", "suffix": "policy", "tlt": "engine", "full": "engine"}
+    for strategy in drafting_strategies(PRESETS["pocket-demo"]):
+        states = in_mode(PRESETS["pocket-demo"], "static", strategy).drafter.states
+        assert states == ("engine" if strategy.learned else "policy"), strategy

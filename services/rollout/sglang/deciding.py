@@ -86,7 +86,9 @@ class Decider:
         tried = tuple(sum(a >= k for a in accepted) for k in range(depth))
         kept = tuple(sum(a > k for a in accepted) for k in range(depth))
         seconds = StageSeconds(0.0, 0.0, 0.0, rest=now_s - began_s)
-        self._selector.record(RoundOutcome(launched.choice.strategy, launched.view, tokens, seconds, tried, kept))
+        cut = max(0, len(accepted) + sum(accepted) - tokens)
+        outcome = RoundOutcome(launched.choice.strategy, launched.view, tokens, seconds, tried, kept, cut)
+        self._selector.record(outcome)
         self._log.note(launched.choice, launched.view.running, tokens, began_s, now_s)
 
     def selector_state(self, place: str) -> SelectorState | None:

@@ -350,6 +350,6 @@ def test_drafts_are_not_credited_with_what_stops_cut_off() -> None:
     rng = random.Random(0)
     for _ in range(50):
         kept = sum(min(6, rng.randrange(1, 9)) for _ in range(16))
-        selector.record(RoundOutcome(s, view, kept, took, (16,) * 5, (16,) * 5))
+        selector.record(RoundOutcome(s, view, kept, took, (16,) * 5, (16,) * 5, 6 * 16 - kept))
     promised = next(o for o in selector.outlooks(view) if o.strategy == s).tokens
     assert promised == pytest.approx(4.1, rel=0.15) and selector.acceptance.tokens(s, view) > 5.5

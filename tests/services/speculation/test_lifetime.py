@@ -53,12 +53,15 @@ def test_learns_how_often_a_token_is_the_last_from_what_stops_cut_off(mean: int)
             tokens += next((k + 1 for k in range(drafts + 1) if rng.random() < 1 / mean), drafts + 1)
         tried = (16, *accepted[:-1])
         view, took = RoundView(16, 1600), StageSeconds(0, 0, 1, 0)
-        ends.observe(RoundOutcome(chain(4), view, tokens, took, tried, tuple(accepted)))
+        cut = 16 + sum(accepted) - tokens
+        ends.observe(RoundOutcome(chain(4), view, tokens, took, tried, tuple(accepted), cut))
     assert ends.rate == pytest.approx(1 / mean, rel=0.5)
     assert Ends.of(ends.state()).rate == ends.rate
 
 
-def test_rounds_without_drafts_tell_nothing_of_ends() -> None:
+@pytest.mark.parametrize("tokens", [4, 1])
+def test_rounds_without_drafts_tell_nothing_of_ends(tokens: int) -> None:
+    """An engine that launches rounds ahead runs some for requests that have ended: they bring no token and cut none."""
     ends = Ends()
-    ends.observe(RoundOutcome(OFF, RoundView(4, 40), 4, StageSeconds(0, 0, 1, 0)))
+    ends.observe(RoundOutcome(OFF, RoundView(4, 40), tokens, StageSeconds(0, 0, 1, 0)))
     assert ends.state() == [0, 0]

@@ -75,10 +75,11 @@ def test_a_forced_depth_asks_nobody_and_the_selector_still_learns() -> None:
 
 def test_tries_and_accepted_drafts_by_position() -> None:
     ours, wants = decider(3)
-    ours.finish(ours.launch(RoundView(5, 50), 1.0), [0, 1, 3, 3, 2], 12, 1.25)
+    ours.finish(ours.launch(RoundView(6, 50), 1.0), [0, 1, 3, 3, 2], 12, 1.25)
     (told,) = wants.told
     assert told.tried == (5, 4, 3) and told.accepted == (4, 3, 2) and told.tokens == 12
-    assert told.seconds.total == pytest.approx(0.25) and told.view.running == 5
+    assert told.cut == 5 + 9 - 12, "what stops cut off; the request that died beside is none of it"
+    assert told.seconds.total == pytest.approx(0.25) and told.view.running == 6
     ours, wants = decider(0)
     ours.finish(ours.launch(RoundView(2, 9), 1.0), [0, 0], 2, 1.1)
     assert wants.told[0].tried == () and wants.told[0].strategy == OFF
