@@ -111,7 +111,7 @@ def with_positions(config: Mapping[str, Any], positions: int | None) -> Mapping[
         return config
     had = model_spec(config).max_positions
     if positions < had:
-        raise ConfigError(f"--max-positions {positions} is below the {had} that the source has: raise it, or leave it out")
+        raise ConfigError(f"--max-positions {positions} is below the source's {had}: raise it, or leave it out")
     return {**config, "max_position_embeddings": positions}
 
 

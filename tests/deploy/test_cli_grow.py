@@ -49,7 +49,7 @@ def test_more_positions_for_longer_rollouts(source: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (["--max-positions=128"], "--max-positions 128 is below the 256 that the source has"),
+        (["--max-positions=128"], "--max-positions 128 is below the source's 256"),
         (["--num-heads=4"], "num_kv_heads of at most 2"),
         (["--dtype=float16"], "must be one of float32, bfloat16"),
         (["--drafter-out=x"], "give --drafter too"),
