@@ -35,8 +35,8 @@ class RoundView:
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Wall seconds of a round. `extend`: the drafter catches up with tokens it has not seen; `draft`: proposing;
-    `verify`: the target over all nodes, and verification; `rest`: committing, stops, bookkeeping."""
+    """Wall seconds of a round. `extend`: the drafter, or the suffix index, catches up with tokens it has not seen; `draft`:
+    proposing; `verify`: the target over all nodes, and verification; `rest`: committing, stops, bookkeeping."""
 
     extend: float
     draft: float
