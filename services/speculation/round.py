@@ -35,7 +35,7 @@ class RoundView:
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Wall seconds of a round. `extend`: the drafter, or the suffix index, catches up with tokens it has not seen; `draft`:
+    """Wall seconds of a round. `extend`: the drafter, or the suffix index, catches up with unseen tokens; `draft`:
     proposing; `verify`: the target over all nodes, and verification; `rest`: committing, stops, bookkeeping."""
 
     extend: float
