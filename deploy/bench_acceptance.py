@@ -94,7 +94,7 @@ def measure(
     siblings, running, limit = sizes
     clock: Callable[[], float] = time.process_time if bench.device.type == "cpu" else time.perf_counter
     longest = max(len(p.token_ids) for p in prompts) + limit
-    index = SuffixIndex(10**6) if strategy.drafter in ("suffix", "hybrid") else None
+    index = SuffixIndex(10**6) if strategy.searched else None
     options = EngineOptions(max(running, siblings), longest, strategy.num_draft_tokens, suffix_index=index)
     target = TargetModel(bench.spec, longest + options.spare_columns, bench.device, torch.float32)
     engine = NativeEngine(target, options, Fixed(strategy), bench.tokenizer.decode, clock)

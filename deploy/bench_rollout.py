@@ -107,7 +107,7 @@ class Bench:
 
     def engine(self, work: Workload, strategy: DraftStrategy) -> NativeEngine:
         longest = max(len(p.token_ids) for p, _ in work.groups) + work.max_tokens
-        index = SuffixIndex(10**6) if strategy.drafter in ("suffix", "hybrid") else None
+        index = SuffixIndex(10**6) if strategy.searched else None
         options = EngineOptions(work.batch, longest, strategy.num_draft_tokens, suffix_index=index)
         target = TargetModel(self.spec, longest + options.spare_columns, self.device, torch.float32)
         engine = NativeEngine(target, options, Fixed(strategy), self.tokenizer.decode, time.monotonic)

@@ -56,4 +56,4 @@ def check_model(config: ClusterConfig, tokenizer: Tokenizer) -> None:
 def needs_drafter(config: ClusterConfig) -> bool:
     """Drafter trainers are started only when a strategy drafts with the drafter. Training one that nothing uses would
     burn the idle time for a curve nobody asked for."""
-    return any(s.learned for s in config.speculation.strategies)
+    return config.speculation.learned

@@ -35,7 +35,7 @@ def in_mode(config: ClusterConfig, mode: str, best: StrategyConfig | None = None
     when = {"static": "never", "ema": "never", "tlt": "always"}.get(mode)
     if when is not None:
         tree["drafter"]["training"]["when"] = when
-    if not any(s.learned for s in SpeculationConfig.model_validate(tree["speculation"]).strategies):
+    if not SpeculationConfig.model_validate(tree["speculation"]).learned:
         tree["drafter"]["states"] = "policy"  # which keeps none where no drafter learns
     return ClusterConfig.model_validate(tree)
 

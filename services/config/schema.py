@@ -246,7 +246,7 @@ class ClusterConfig(Section):
 
     def _native_problems(self) -> Iterator[str]:
         drafters = {s.drafter for s in self.speculation.strategies}
-        if self.drafter.method == "eagle3" and any(s.learned for s in self.speculation.strategies):
+        if self.drafter.method == "eagle3" and self.speculation.learned:
             yield (
                 "the native engine does not run EAGLE-3 drafters: drafter.method: eagle3 needs "
                 "rollout.engine.type: sglang; or set drafter.method: eagle"

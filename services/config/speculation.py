@@ -166,3 +166,8 @@ class SpeculationConfig(Section):
             case EmaSelector():
                 return self.selector.strategies
         return tuple(s for b in self.selector.buckets for s in b.strategies)
+
+    @property
+    def learned(self) -> bool:
+        """Some strategy needs the weights of a trained drafter."""
+        return any(s.learned for s in self.strategies)

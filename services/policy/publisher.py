@@ -37,5 +37,5 @@ class Publisher:
 
 
 def build_publisher(config: ClusterConfig, service: PolicyService) -> Publisher:
-    drafts = any(strategy.learned for strategy in config.speculation.strategies)
-    return Publisher(service, Outbox(config.weights, service.device), (EMBED, HEAD) if drafts else ())
+    head = (EMBED, HEAD) if config.speculation.learned else ()
+    return Publisher(service, Outbox(config.weights, service.device), head)

@@ -171,8 +171,7 @@ def build_policy_service(
     if config.placement.colocated:
         for parameter in model.parameters():
             parameter.data = movable(parameter.data)
-    drafts = any(s.learned for s in config.speculation.strategies)  # else nobody learns from states
-    keep_states = drafts and config.drafter.states == "policy"
+    keep_states = config.drafter.states == "policy" and config.speculation.learned  # else nobody learns from them
     trainer = PolicyTrainer(model, config.policy, clock, compute, aux_layers, keep_states, team, device)
     writer, restored = None, None
     if checkpoints is not None:

@@ -218,8 +218,9 @@ class ServerModel:
             self._taken += 1
             end = self._progress + request.length - request.known
             heapq.heappush(self._running, (end, self._taken, request))
-            self._base += self._part_of_base(request)
-            self._unseen.joined(self._part_of_base(request))
+            base = self._part_of_base(request)
+            self._base += base
+            self._unseen.joined(base)
             if request.work.group_id not in prompts:
                 prompts.add(request.work.group_id)
                 tokens += len(request.work.prompt.token_ids)

@@ -104,7 +104,7 @@ def build_services(config: ClusterConfig, scenario: Scenario, waiter: VirtualWai
     seconds, first = scenario.seconds, scenario.learning.first()
     prices = Prices(scenario.costs)
     slots, message_s = range(config.rollout.num_servers), scenario.seconds.message
-    learned = any(s.learned for s in config.speculation.strategies)
+    learned = config.speculation.learned
 
     def server(slot: int) -> SimulatedRollout:
         return SimulatedRollout(
