@@ -209,6 +209,7 @@ def bench_sglang(
     settings: Overrides = None,
     repeats: Repeats = 5,
     publish: Annotated[bool, typer.Option(help="Also time publishing weights of a 7B shape.")] = True,
+    capture: Annotated[bool, typer.Option(help="Also time keeping hidden states.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Throughput through the rollout actor against a bare SGLang engine, and how long published weights travel."""
@@ -216,7 +217,7 @@ def bench_sglang(
         resolved = config_of(config, settings or [])
         from deploy.bench_sglang import run_bench
 
-        _end(run_bench(resolved, repeats, publish), as_json)
+        _end(run_bench(resolved, repeats, publish, capture), as_json)
 
 
 @bench_app.command("spot")

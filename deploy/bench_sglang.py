@@ -61,8 +61,9 @@ class BareEngine:
         return sum(len(o["output_ids"]) for o in out), time.monotonic() - started
 
 
-def run_bench(config: ClusterConfig, repeats: int, publishing: bool) -> dict[str, Any]:
-    """Prints a table; returns cells, their smallest ratio, and the publishing figures."""
+def run_bench(config: ClusterConfig, repeats: int, publishing: bool, capturing: bool) -> dict[str, Any]:
+    """Prints a table; returns cells, their smallest ratio, what keeping hidden states costs and the publishing
+    figures."""
     if not isinstance(config.rollout.engine, SGLangEngine):
         raise ConfigError("bench sglang needs a configuration with rollout.engine.type: sglang")
     if publishing and config.placement.object_store_bytes < STORE_7B:
@@ -71,7 +72,7 @@ def run_bench(config: ClusterConfig, repeats: int, publishing: bool) -> dict[str
             "leave them out with --no-publish"
         )
     with ray_session(config):
-        cells, capture = _throughput(config, repeats)
+        cells, capture = _throughput(config, repeats, capturing)
         publish = publish_figures(config, repeats) if publishing else None
     return {
         "bench": "sglang",
@@ -88,11 +89,14 @@ def run_bench(config: ClusterConfig, repeats: int, publishing: bool) -> dict[str
     }
 
 
-def _throughput(config: ClusterConfig, repeats: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """(rollout server against bare engine, with against without capture). None without an EAGLE drafter."""
+def _throughput(
+    config: ClusterConfig, repeats: int, capturing: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """(rollout server against bare engine, with against without capture). None without an EAGLE drafter too."""
     inputs = load_inputs(config)
     share = config.placement.gpus_per_slot
-    captures = any(s.drafter == "eagle" for s in config.speculation.strategies) and config.drafter.method == "eagle"
+    eagle = any(s.drafter == "eagle" for s in config.speculation.strategies) and config.drafter.method == "eagle"
+    captures = capturing and eagle
     changed = config.drafter.model_copy(update={"states": "engine" if captures else "policy"})
     config = config.model_copy(update={"drafter": changed})
     server = ray.remote(RolloutActor).options(num_gpus=share).remote(config, 0)

@@ -4,10 +4,6 @@ tokens that bfloat16 rounds the other way)."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +22,11 @@ from services.drafter.published import PublishedDrafter, read_published
 from services.models.drafter import OWN_HEAD
 from services.models.eagle3 import Eagle3
 from tests.gpu.reference import Reference
+from tests.gpu.stock_engine import acceptance_length, stock_engine, verify_steps
 
 pytestmark = pytest.mark.timeout(600)
 
-DEPTH, PROMPTS, MAX_TOKENS, LIMIT_S = 3, 24, 512, 400.0
+DEPTH, PROMPTS, MAX_TOKENS = 3, 24, 512
 CLOSE = 0.02
 ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3"}
 
@@ -59,19 +56,6 @@ def with_own_head(found: PublishedDrafter, judge: Judge) -> PublishedDrafter:
     return PublishedDrafter(method, {**found.tensors, OWN_HEAD: head}, found.layout)
 
 
-def stock_engine(job: dict[str, Any], place: Path) -> dict[str, Any]:
-    (place / "job.json").write_text(json.dumps(job))
-    environment = {**os.environ, "SGLANG_PLUGINS": "none"}  # an allow-list: ours is not on it
-    script = Path(__file__).with_name("stock.py")
-    with (place / "log").open("w") as log:
-        code = subprocess.run(
-            [sys.executable, str(script), str(place / "job.json"), str(place / "out.json")],
-            cwd=place, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False,
-        ).returncode  # fmt: skip
-    assert code == 0, (place / "log").read_text()[-4000:]
-    return json.loads((place / "out.json").read_text())
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stock_engine_accepts_what_it_should(
     kind: str, judge: Judge, reference: Reference, save: Callable[[str, dict[str, Any]], None], tmp_path: Path
@@ -85,17 +69,12 @@ def test_a_stock_engine_accepts_what_it_should(
     job = {
         "target": str(judge.folder), "drafter": str(tmp_path / "drafter"), "depth": DEPTH, "eos": reference.eos,
         "algorithm": ALGORITHMS[found.method.name], "prompts": reference.heldout[:PROMPTS], "max_tokens": MAX_TOKENS,
+        "batches": [PROMPTS], "repeats": 1, "temperature": 0.0,
     }  # fmt: skip
-    told = stock_engine(job, tmp_path)
-    assert told["own_modules"] == []
-    counts = [n for a in told["answers"] for n in a["histogram"]]
-    steps = sum(counts)
-    accepted = sum(k * n for a in told["answers"] for k, n in enumerate(a["histogram"]))
-    length = 1 + accepted / steps
-    answers = [
-        SimpleNamespace(prompt_ids=p, response_ids=a["ids"])
-        for p, a in zip(job["prompts"], told["answers"], strict=True)
-    ]
+    ((call,),) = (cell["calls"] for cell in stock_engine(job, tmp_path))
+    told = call["answers"]
+    length, steps = acceptance_length(told), verify_steps(told)
+    answers = [SimpleNamespace(prompt_ids=p, response_ids=a["ids"]) for p, a in zip(job["prompts"], told, strict=True)]
     states = judge.states(answers, found.method.aux_layers)  # type: ignore[arg-type]
     wanted = chain_reach_of(found.method, found.tensors, judge.head, states, DEPTH, 0.0)
     record = {

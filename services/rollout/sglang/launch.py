@@ -96,8 +96,10 @@ class SGLangHandle:
             self._tell(Update(rid, (), (), finish="abort", message=f"{type(error).__name__}: {error}"))
 
     async def _follow(self, rid: str, request: Any) -> None:
+        told = Update(rid, (), ())
         async for chunk in self._manager.generate_request(request, None):
-            self._tell(_update(rid, chunk))
+            told = updated(told, chunk)
+            self._tell(told)
 
     def _tell(self, update: Update) -> None:
         with self._changed:
@@ -290,13 +292,17 @@ class SGLangHandle:
         )
 
 
-def _update(rid: str, chunk: Mapping[str, Any]) -> Update:
+def updated(told: Update, chunk: Mapping[str, Any]) -> Update:
+    """`told` with what SGLang has added since. A chunk has everything since the start; of the entries of its logprobs
+    only the new ones are looked at, or every piece of a long response would cost as much as all before. The tokens of
+    an aborted request, which may be fewer than were told, are nobody's."""
     meta = chunk["meta_info"]
     reason = meta.get("finish_reason")
+    ids, entries = chunk["output_ids"], meta.get("output_token_logprobs") or ()
     return Update(
-        rid=rid,
-        response_ids=tuple(chunk["output_ids"]),
-        logprobs=tuple(entry[0] for entry in meta.get("output_token_logprobs") or ()),
+        rid=told.rid,
+        response_ids=tuple(ids),
+        logprobs=(*told.logprobs, *(entry[0] for entry in entries[len(told.logprobs) :])),
         histogram=tuple(meta.get(HISTOGRAM_KEY) or ()),
         finish=None if reason is None else reason["type"],
         message="" if reason is None else str(reason.get("message") or ""),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from services.rollout.service import RolloutService
 from services.rollout.sglang.engine import SGLangEngine
 from services.rollout.sglang.graphs import CapturedGraphs
 from services.rollout.sglang.handle import Update
-from services.rollout.sglang.launch import SGLangHandle, _update
+from services.rollout.sglang.launch import SGLangHandle, updated
 from services.rollout.sglang.plugin import CAPTURE
 from services.rollout.sglang.switching import SWITCH
 from tests.services.rollout.engines import group, letters, ticking
@@ -137,12 +138,41 @@ def test_an_abort_that_is_never_heard_runs_out(engine: Engine, hasty: SGLangHand
 
 
 def test_chunks_become_updates() -> None:
-    assert _update("a", chunk_of([5, 6])) == Update("a", (5, 6), (-0.5, -0.6))
-    assert _update("a", chunk_of([5], LENGTH, [0, 2])) == Update("a", (5,), (-0.5,), (0, 2), "length")
+    told = updated(Update("a", (), ()), chunk_of([5, 6]))
+    assert told == Update("a", (5, 6), (-0.5, -0.6))
+    assert updated(told, chunk_of([5, 6, 7], LENGTH, [0, 2])) == Update(
+        "a", (5, 6, 7), (-0.5, -0.6, -0.7), (0, 2), "length"
+    )
     abort = {"type": "abort", "message": "no room", "status_code": 503}
-    assert _update("a", chunk_of([], abort)) == Update("a", (), (), (), "abort", "no room")
+    assert updated(Update("a", (), ()), chunk_of([], abort)) == Update("a", (), (), (), "abort", "no room")
     bare = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": None}}}
-    assert _update("a", bare) == Update("a", (), (), (), "abort", "")
+    assert updated(Update("a", (), ()), bare) == Update("a", (), (), (), "abort", "")
+
+
+class _Counting(list[tuple[float, int, None]]):
+    """Entries that count how many of them were handed out one by one."""
+
+    looked = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        _Counting.looked += len(found) if isinstance(at, slice) else 1
+        return found
+
+    def __iter__(self) -> Any:
+        _Counting.looked += len(self)
+        return super().__iter__()
+
+
+def test_no_logprob_of_a_long_response_is_looked_at_twice() -> None:
+    chunk, told = chunk_of([]), Update("a", (), ())
+    entries = chunk["meta_info"]["output_token_logprobs"] = _Counting()
+    for token in range(1, 400):
+        chunk["output_ids"].append(token)
+        entries.append((-token / 10, token, None))
+        told = updated(told, chunk)
+    assert told == updated(Update("a", (), ()), chunk_of(list(range(1, 400))))
+    assert _Counting.looked == 399
 
 
 # ------------------------------------------------------------------ memory, life, all together
