@@ -17,6 +17,7 @@ def engine_arguments(job):
         "attention_backend": "triton",
         "mem_fraction_static": 0.5,
         "max_running_requests": 32,
+        "sampling_backend": "pytorch",
     }
     if job["drafter"] is None:
         return arguments
