@@ -83,10 +83,12 @@ def measure(config: ClusterConfig, mode: str, servers: int) -> Measured:
 
 
 def _still(config: ClusterConfig, servers: int) -> ClusterConfig:
-    """So many servers; the drafter is not trained, so that its acceptance is one number per position."""
+    """So many servers; the drafter is not trained, so that its acceptance is one number per position. A simulation has
+    no engine that keeps states."""
     tree = config.model_dump()
     tree["rollout"]["num_servers"] = servers
     tree["drafter"]["training"]["when"] = "never"
+    tree["drafter"]["states"] = "policy"
     tree["run"] |= {"eval_prompts": 0, "compare_prompts": 0, "checkpoint_every": 0}
     return ClusterConfig.model_validate(tree)
 

@@ -337,11 +337,6 @@ class ClusterConfig(Section):
         engine = self.rollout.engine
         if isinstance(engine, SGLangEngine) and not engine.release_memory:
             yield "placement.policy: colocated takes turns on a GPU: set rollout.engine.release_memory: true"
-        if self.weights.transport == "collective":
-            yield (
-                "weights.transport: collective connects two GPUs, and a colocated policy shares the servers': set "
-                "weights.transport: object_store"
-            )
 
     def _training_problems(self) -> Iterator[str]:
         if self.rollout.group_size < 2:

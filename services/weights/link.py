@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,10 +25,11 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from services.core.errors import TransferError
+from services.weights.mapped import MappedPair, room
 
 T = TypeVar("T")
 Look = Callable[[], None]
-Backend = Literal["nccl", "gloo"]
+Backend = Literal["nccl", "ipc", "gloo"]
 
 LOOK_S = 0.05  # between two looks at the other side, while waiting
 LATER_S = 1.0  # by which native waits outlast those here, which say what was waited for
@@ -65,10 +67,13 @@ class DeviceFacts:
 
 
 def choose_backend(one: DeviceFacts, other: DeviceFacts) -> Backend:
-    """NCCL between two GPUs. It refuses two ranks on one GPU, and two versions of it do not understand each other; gloo
-    then goes through host memory."""
-    both = one.gpu is not None and other.gpu is not None
-    return "nccl" if both and one.gpu != other.gpu and one.nccl == other.nccl else "gloo"
+    """NCCL between two GPUs; it refuses two ranks on one, which map each other's memory instead. Two versions of NCCL
+    do not understand each other; gloo then goes through host memory."""
+    if one.gpu is None or other.gpu is None:
+        return "gloo"
+    if one.gpu == other.gpu:
+        return "ipc"
+    return "nccl" if one.nccl == other.nccl else "gloo"
 
 
 def bounded(action: Callable[[], T], limit_s: float, look: Look, what: str) -> T:
@@ -95,8 +100,9 @@ def bounded(action: Callable[[], T], limit_s: float, look: Look, what: str) -> T
 
 
 class Link:
-    """One side of a pair: `rank` 0 sends, 1 receives. `peer` is a socket to the other process that carries nothing: it
-    closes when that process ends, which NCCL itself would not notice. Not thread-safe."""
+    """One side of a pair: `rank` 0 sends, 1 receives. `peer` is a socket to the other process that carries nothing but
+    where memory is to be mapped: it closes when that process ends, which NCCL itself would not notice. Not thread-safe.
+    """
 
     def __init__(self, backend: Backend, group: Any, rank: int, device: torch.device, peer: socket.socket) -> None:
         self.backend = backend
@@ -115,13 +121,14 @@ class Link:
 
     def receive(self, num_bytes: int, limit_s: float, look: Look) -> Tensor:
         """So many bytes on the link's device, or TransferError as for `send`."""
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._staging)
+        mappable = self.backend == "ipc"
+        buffer = (room if mappable else _empty)(num_bytes, self._staging)
         self._transfer("recv", buffer, limit_s, look)
         return buffer.to(self._device)
 
     def hello(self, limit_s: float, look: Look) -> None:
-        """The first bytes, both ways: NCCL connects here."""
-        for sender in (0, 1):
+        """The first bytes, both ways: NCCL connects here. Memory is mapped by the one that sends alone."""
+        for sender in (0,) if self.backend == "ipc" else (0, 1):
             if self._other == 1 - sender:
                 self.send(torch.zeros(HELLO, dtype=torch.uint8, device=self._device), limit_s, look)
             else:
@@ -129,7 +136,7 @@ class Link:
 
     @property
     def _staging(self) -> torch.device:
-        return self._device if self.backend == "nccl" else torch.device("cpu")
+        return torch.device("cpu") if self.backend == "gloo" else self._device
 
     def _transfer(self, method: str, buffer: Tensor, limit_s: float, look: Look) -> None:
         if not buffer.numel():
@@ -139,6 +146,12 @@ class Link:
         def act() -> None:
             if self.backend == "gloo":
                 getattr(group, method)([buffer], self._other, 0).wait(timedelta(seconds=limit_s + LATER_S))
+                return
+            if self.backend == "ipc":
+                if ready is not None:
+                    ready.synchronize()  # no stream of the other process waits for one of this
+                with self.stream():
+                    getattr(group, method)(buffer, limit_s + LATER_S)
                 return
             with torch.cuda.device(self._device), self.stream():
                 ready.wait()
@@ -154,7 +167,7 @@ class Link:
 
     def _ready_event(self) -> Any:
         """What the caller's stream still has to do to the buffer comes first."""
-        if self.backend == "gloo":
+        if self._staging.type == "cpu":
             return None
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
@@ -193,10 +206,20 @@ def open_link(
     limit_s: float,
     look: Look,
 ) -> Link:
-    """Both sides call this at about the same time, with the same store behind it. `host` is this side's own address."""
+    """Both sides call this at about the same time, with the same store behind it. `host` is this side's own address.
+    Where the system lets no process see another's memory, both find that out, and gloo goes instead."""
+    if backend == "ipc":
+        link = Link(backend, MappedPair(peer, device), rank, device, peer)
+        try:
+            link.hello(limit_s, look)
+        except TransferError as error:
+            print(f"weights go through host memory: {error}", file=sys.stderr, flush=True)
+        else:
+            return link
     make = _nccl_group if backend == "nccl" else _gloo_group
     what = f"connecting over {backend}"
-    link = Link(backend, bounded(lambda: make(store, rank, host, limit_s), limit_s, look, what), rank, device, peer)
+    grouped: Backend = "nccl" if backend == "nccl" else "gloo"
+    link = Link(grouped, bounded(lambda: make(store, rank, host, limit_s), limit_s, look, what), rank, device, peer)
     try:
         link.hello(limit_s, look)
     except TransferError:
@@ -232,9 +255,13 @@ def interface_of(host: str) -> str | None:
     return None
 
 
+def _empty(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
 def _closed(peer: socket.socket) -> bool:
     try:
-        return peer.recv(1) == b""
+        return peer.recv(1, socket.MSG_PEEK) == b""  # what is there may be meant for a transfer under way
     except BlockingIOError:
         return False
     except OSError:

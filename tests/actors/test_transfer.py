@@ -1,4 +1,5 @@
-"""Weights between real processes over gloo: bit for bit, late joiners, peers that die or fall silent."""
+"""Weights between real processes, over gloo and through mapped memory: bit for bit, late joiners, peers that die or
+fall silent."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from deploy.session import ray_session
 from services.config.schema import ClusterConfig
 from services.config.weights import WeightsConfig
 from services.core.errors import TransferError
-from tests.actors.transfers import Receiver, Shapes, sender_class
+from tests.actors.transfers import BACKEND, Receiver, Shapes, sender_class
 
 pytestmark = pytest.mark.ray
 
@@ -37,14 +38,19 @@ def session() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=["gloo", "ipc"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def start() -> Iterator[Any]:
+def start(backend: str) -> Iterator[Any]:
     made = []
 
     def make(kind: Any, *args: Any, **options: Any) -> Any:
-        made.append(
-            (kind if hasattr(kind, "remote") else ray.remote(kind)).options(num_cpus=0, **options).remote(*args)
-        )
+        actor = kind if hasattr(kind, "remote") else ray.remote(kind)
+        env = {"env_vars": {BACKEND: backend}}
+        made.append(actor.options(num_cpus=0, runtime_env=env, **options).remote(*args))
         return made[-1]
 
     yield make
@@ -69,12 +75,13 @@ def failure(reference: Any) -> str:
     return str(caught.value.cause)
 
 
-def test_versions_arrive_bit_for_bit_one_after_the_other_and_at_a_late_joiner(start: Any) -> None:
+def test_versions_arrive_bit_for_bit_one_after_the_other_and_at_a_late_joiner(start: Any, backend: str) -> None:
     sender, first = start(sender_class(), CONFIG), start(Receiver, "rollout-0", CONFIG)
     for version in (1, 2):
         offer, sent = hold(sender, version, SHAPES)
         _, found = get(first.fetch.remote(offer))
         assert found == sent and len(found) == len(SHAPES)
+    assert get(first.backend.remote()) == backend
     offer, sent = hold(sender, 3, MANY)
     assert get(first.fetch.remote(offer))[1] == sent
     late = start(Receiver, "rollout-1", CONFIG)

@@ -12,11 +12,13 @@ import torch
 
 from actors.clients import TRANSFERS, RayWaiter, ask_for_transfer
 from services.config.weights import WeightsConfig
+from services.weights import rendezvous
 from services.weights.receive import Inbox
 from services.weights.rendezvous import Invitation, Offer
 from services.weights.send import Outbox
 
 CHUNK = 2**26
+BACKEND = "LONGTAIL_TEST_BACKEND"
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, number format)
 
 
@@ -39,10 +41,18 @@ def bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
     return str(tensor.dtype), tuple(tensor.shape), str(total)
 
 
+def choose_as_told() -> None:
+    """Between processes without a GPU, links are what the environment says: gloo by default."""
+    told = os.environ.get(BACKEND)
+    if told is not None:
+        vars(rendezvous)["choose_backend"] = lambda *_: told
+
+
 class Sender:
     """Holds one version, as the policy actor does."""
 
     def __init__(self, config: WeightsConfig, device: str = "cpu") -> None:
+        choose_as_told()
         self._device = torch.device(device)
         self._outbox = Outbox(config, self._device)
 
@@ -78,6 +88,7 @@ class Receiver:
     """`fetch` takes a version; the time does not include looking at its bits."""
 
     def __init__(self, name: str, config: WeightsConfig, device: str = "cpu") -> None:
+        choose_as_told()
         host = ray.util.get_node_ip_address()
         self._device = torch.device(device)
         self._inbox = Inbox(name, host, config, self._device, ask_for_transfer, RayWaiter())

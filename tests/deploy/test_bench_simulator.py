@@ -40,6 +40,7 @@ def test_a_run_is_simulated_with_its_own_lengths(tmp_path: Path) -> None:
 
 def test_the_bench_compares_every_step_of_every_run(tmp_path: Path) -> None:
     config = tiny_run(make_model_folder(tmp_path), tmp_path, run={"steps": 1})
+    config = config.model_copy(update={"drafter": config.drafter.model_copy(update={"states": "engine"})})
     chains = AdaptiveSelector(strategies=(eagle_chain(1), eagle_chain(2)), calibrate_s=0.0)
     config = config.model_copy(update={"speculation": config.speculation.model_copy(update={"selector": chains})})
     found = run_bench(config, (2,), 1.0, lambda line: None)

@@ -100,7 +100,10 @@ class Killer(Recorder):
 
 
 @pytest.mark.ray
-def test_a_server_killed_in_the_policys_turn_is_replaced_and_nothing_is_left_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["object_store", "collective"])
+def test_a_server_killed_in_the_policys_turn_is_replaced_and_nothing_is_left_behind(
+    transport: str, tmp_path: Path
+) -> None:
     before, killer = descendants(), Killer()
     started: list[Any] = []
 
@@ -113,13 +116,14 @@ def test_a_server_killed_in_the_policys_turn_is_replaced_and_nothing_is_left_beh
         tmp_path,
         rollout={"prompts_per_step": PROMPTS, "group_size": GROUP, "sampling": {"max_tokens": 48}},
         placement={"policy": "colocated", "policy_workers": 2, "policy_cpus": 0.25, "cpus_per_slot": 0.4},
+        weights={"transport": transport},
         coordinator={"start_timeout_s": 240.0},
         run={"dir": str(tmp_path), "steps": STEPS, "eval_prompts": 4, "compare_prompts": 0},
     )
     summary = run_on_ray(config, killer, on_start=on_start)
     assert killer.killed is not None and summary["status"] == "finished"
     told = [e.kind for e in killer.events if e.subject == "rollout-1"]
-    assert told == ["slot_lost", "slot_returned"]
+    assert told == ["slot_lost", "slot_returned"], "and no transfer failed"
     last = [r for g in killer.groups[STEPS] for r in g.rollouts]
     assert any(r.server == "rollout-1" for r in last), "it generates again"
     for groups in killer.groups.values():

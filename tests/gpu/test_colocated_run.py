@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,9 @@ def watcher(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Watcher:
 
 def test_every_step_trains_and_loses_nothing(watcher: Watcher) -> None:
     assert watcher.summaries[-1]["status"] == "finished"
-    assert [m.policy_version for m in watcher.steps] == list(range(1, STEPS + 1))
+    signals = [m.zero_variance_fraction < 1 for m in watcher.steps]  # a step without one leaves the version
+    assert len(signals) == STEPS and sum(signals) > STEPS / 2
+    assert [m.policy_version for m in watcher.steps] == list(accumulate(signals))
     assert not [e for e in watcher.events if e.kind in ("slot_lost", "version_mismatch", "server_restarted")]
     assert max(m.logprob_gap for m in watcher.steps) < 0.05, "the server's weights are those that were published"
 

@@ -163,7 +163,7 @@ def test_a_silent_receiver_ends_with_the_time_out(pair: tuple[Any, Any], figures
     assert get(receiver.fetch.remote(offer))[1] == sent
 
 
-def test_two_processes_on_one_gpu_go_through_host_memory(cluster: None, figures: dict[str, Any]) -> None:
+def test_two_processes_on_one_gpu_map_each_other_s_memory(cluster: None, figures: dict[str, Any]) -> None:
     """NCCL refuses two ranks on one GPU."""
     env = {"env_vars": {"CUDA_VISIBLE_DEVICES": "0"}}
     sender = sender_class().options(num_cpus=1, runtime_env=env).remote(CONFIG, "cuda")
@@ -173,6 +173,6 @@ def test_two_processes_on_one_gpu_go_through_host_memory(cluster: None, figures:
     seconds, _ = get(receiver.fetch.remote(offer, 0.0, False))
     size = 2 * 8 * 4096 * 4096
     figures["one GPU"] = f"{get(receiver.backend.remote())}, {size / seconds / 1e9:.2f} GB/s"
-    assert get(receiver.backend.remote()) == "gloo"
+    assert get(receiver.backend.remote()) == "ipc"
     for actor in (sender, receiver):
         ray.kill(actor)

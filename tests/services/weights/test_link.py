@@ -17,7 +17,9 @@ import torch
 
 from services.config.weights import WeightsConfig
 from services.core.errors import ServiceLostError, TransferError, WaitTimeoutError, WeightError
+from services.weights import mapped, rendezvous
 from services.weights.link import DeviceFacts, Link, bounded, choose_backend, interface_of
+from services.weights.mapped import MappedPair
 from services.weights.receive import Inbox
 from services.weights.rendezvous import Doorway, Invitation, Offer
 from services.weights.send import Outbox
@@ -213,11 +215,44 @@ def test_the_other_side_closing_is_noticed_before_any_time_out() -> None:
     ended.set()
 
 
-def test_nccl_only_between_two_gpus_that_speak_it_alike() -> None:
+def test_nccl_only_between_two_gpus_that_speak_it_alike_and_mapped_memory_on_one() -> None:
     one, two, none = DeviceFacts("a", "2.28.9"), DeviceFacts("b", "2.28.9"), DeviceFacts(None, "")
-    for left, right in ((one, two), (one, one), (one, none), (none, none), (one, DeviceFacts("b", "2.27.5"))):
-        assert choose_backend(left, right) == choose_backend(right, left)
-        assert choose_backend(left, right) == ("nccl" if (left, right) == (one, two) else "gloo")
+    wanted = {(one, two): "nccl", (one, one): "ipc", (one, DeviceFacts("a", "2.27.5")): "ipc"}
+    for left, right in ((one, none), (none, none), (one, DeviceFacts("b", "2.27.5")), *wanted):
+        assert choose_backend(left, right) == choose_backend(right, left) == wanted.get((left, right), "gloo")
+
+
+def test_where_no_memory_may_be_mapped_both_sides_go_through_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: invalid device context")
+
+    monkeypatch.setattr(rendezvous, "choose_backend", lambda *_: "ipc")
+    for broken in (False, True):
+        if broken:
+            monkeypatch.setattr(mapped, "mapped", refused)
+        outbox = Outbox(CONFIG, CPU)
+        receiver = inbox(outbox)
+        for version in (1, 2):
+            assert same(fetch(receiver, outbox.hold(version, VERSION, None)), VERSION)
+        assert receiver._link is not None and receiver._link.backend == ("gloo" if broken else "ipc")
+
+
+def test_a_look_at_the_other_side_takes_nothing_that_is_meant_for_a_transfer() -> None:
+    here, there = socket.socketpair()
+    pairs = MappedPair(here, CPU), MappedPair(there, CPU)
+    link = Link("ipc", pairs[1], 1, CPU, there)
+    here.setblocking(False)
+    buffer, sent = mapped.room(5000, CPU), torch.arange(5000).to(torch.uint8)
+    with ThreadPoolExecutor() as pool:
+        coming = pool.submit(pairs[1].recv, buffer, 60.0)
+        for _ in range(20):
+            assert link.alive
+            time.sleep(0.005)
+        pairs[0].send(sent, 60.0)
+        coming.result(60)
+    assert torch.equal(buffer, sent)
+    here.close()
+    assert not link.alive
 
 
 def test_the_interface_of_an_address() -> None:
