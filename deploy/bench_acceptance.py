@@ -101,10 +101,12 @@ def measure(
     engine.load_policy(0, bench.tensors)
     engine.load_drafter(0, bench.drafter)
     for epoch in range(EPOCHS):
+        works = []
         for g, prompt in enumerate(prompts):
             seeds = tuple(1_000_003 * epoch + 101 * g + i for i in range(siblings))
             sampling = bench.sampling(limit, temperature)
-            engine.submit(GroupWork(f"e{epoch}g{g}", prompt, tuple(range(siblings)), seeds, sampling))
+            works.append(GroupWork(f"e{epoch}g{g}", prompt, tuple(range(siblings)), seeds, sampling))
+        engine.submit(works)
         started, rollouts = clock(), list[Rollout]()
         while engine.num_running or engine.num_waiting:
             rollouts += engine.step()

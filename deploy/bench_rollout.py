@@ -121,11 +121,12 @@ class Bench:
     def timed(
         self, work: Workload, strategy: DraftStrategy, seed: int, temperature: float
     ) -> tuple[Run, list[Rollout]]:
-        engine = self.engine(work, strategy)
+        engine, works = self.engine(work, strategy), []
         for g, (prompt, siblings) in enumerate(work.groups):
             indices = tuple(range(siblings))
             seeds = tuple(seed * 1_000_003 + 101 * g + i for i in indices)
-            engine.submit(GroupWork(f"g{g}", prompt, indices, seeds, self.sampling(work.max_tokens, temperature)))
+            works.append(GroupWork(f"g{g}", prompt, indices, seeds, self.sampling(work.max_tokens, temperature)))
+        engine.submit(works)
         rollouts: list[Rollout] = []
         start, tail_start, before_tail = time.perf_counter(), None, 0
         while engine.num_running or engine.num_waiting:

@@ -83,7 +83,7 @@ class SwitchBench:
             PartialRollout("g", i, said, (0.0,) * known, (0,), (), AcceptanceStats(), 0.0) for i in range(running)
         )
         indices = tuple(range(running))
-        self.engine.submit(GroupWork("g", prompt, indices, indices, sampling, partials=partials))
+        self.engine.submit([GroupWork("g", prompt, indices, indices, sampling, partials=partials)])
         self.engine.step()
 
     def round(self) -> float:

@@ -115,10 +115,11 @@ class Judge:
         sampling = SamplingParams(
             temperature=temperature, max_tokens=requests.max_tokens, stop_token_ids=self.tokenizer.eos_token_ids
         )
-        indices = tuple(range(requests.siblings))
+        indices, works = tuple(range(requests.siblings)), []
         for g, prompt in enumerate(requests.prompts):
             seeds = tuple(1_000_003 * requests.seed + 101 * g + i for i in indices)
-            engine.submit(GroupWork(f"g{g}", prompt, indices, seeds, sampling))
+            works.append(GroupWork(f"g{g}", prompt, indices, seeds, sampling))
+        engine.submit(works)
         rollouts: list[Rollout] = []
         while engine.num_running or engine.num_waiting:
             rollouts += engine.step()

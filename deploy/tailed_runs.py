@@ -65,8 +65,7 @@ def run_tail(engine: RolloutEngine, work: Sequence[GroupWork], clock: Clock) -> 
     """All of `work` at once, to its end."""
     engine.take_spans()
     started = clock()
-    for one in work:
-        engine.submit(one)
+    engine.submit(work)
     finished: list[Rollout] = []
     timeline = [(0.0, sum(len(w.indices) for w in work), 0)]
     while engine.num_running or engine.num_waiting:
@@ -126,8 +125,8 @@ def switch_stall(
     longest = (settle + after) * (1 + strategy.num_draft_tokens) + 2 * LAG * strategy.num_draft_tokens
     sampling = SamplingParams(temperature=1.0, max_tokens=longest, stop_strings=EVERY_ROUND)
     engine.force_strategy(off)
-    for i, ids in enumerate(contexts):
-        engine.submit(GroupWork(f"stall.{i}", Prompt(str(i), "", tuple(ids), "", ""), (0,), (i,), sampling))
+    prompts = [Prompt(str(i), "", tuple(ids), "", "") for i, ids in enumerate(contexts)]
+    engine.submit([GroupWork(f"stall.{i}", prompt, (0,), (i,), sampling) for i, prompt in enumerate(prompts)])
     watch = _Watch(engine, clock)
     watch.rounds(lambda: not engine.num_waiting)
     off_gaps = watch.gaps(settle)

@@ -93,9 +93,11 @@ def _generate(
     engine = NativeEngine(target, options, Fixed(OFF), tokenizer.decode, time.monotonic)
     engine.load_policy(0, published(model))
     most, ends = config.rollout.sampling.max_tokens, tokenizer.eos_token_ids
+    works = []
     for i, w in enumerate(wanted):
         sampling = SamplingParams(temperature=w.temperature, max_tokens=most, stop_token_ids=ends)
-        engine.submit(GroupWork(str(i), w.prompt, (0,), (w.seed,), sampling))
+        works.append(GroupWork(str(i), w.prompt, (0,), (w.seed,), sampling))
+    engine.submit(works)
     rollouts: list[Rollout] = []
     told = time.monotonic()
     while len(rollouts) < len(wanted):

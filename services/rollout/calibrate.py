@@ -81,7 +81,7 @@ class _Session:
             if self.over:
                 return
             if not self._engine.num_running:  # the first ones, or they ran into max_len
-                self._engine.submit(_dummies(running, context, self._limits))
+                self._engine.submit([_dummies(running, context, self._limits)])
             self._engine.step()
             heard = self._recorder.heard.pop()
             extends = strategy.drafter in NETWORK and heard.seconds.extend > 0

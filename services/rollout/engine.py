@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -64,9 +64,10 @@ class RolloutEngine(Protocol):
     def check(self, work: GroupWork) -> None:
         """RequestError naming the limit when this engine can never serve `work`."""
 
-    def submit(self, work: GroupWork) -> None:
-        """Queue it. A rollout with a partial goes on from there; the rest is drawn with fresh random numbers that
-        follow from its seed and the number of tokens already there."""
+    def submit(self, work: Sequence[GroupWork]) -> None:
+        """Queue all of it at once or, when `check` refuses a part, nothing. A rollout with a partial goes on from
+        there; the rest is drawn with fresh random numbers that follow from its seed and the number of tokens already
+        there."""
 
     def peek(self, rollout_ids: Collection[str]) -> tuple[PartialRollout, ...]:
         """What there is of these rollouts so far, which go on; those that do not run here are left out."""

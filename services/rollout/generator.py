@@ -30,7 +30,7 @@ from services.core.errors import (
 from services.core.generation import Generation, Increment
 from services.core.protocols import Clock
 from services.core.serving import ServerView
-from services.core.types import PartialRollout, Rollout, ServedVersions
+from services.core.types import GroupWork, PartialRollout, Rollout, ServedVersions
 from services.rollout.engine import RolloutEngine
 from services.rollout.tally import Tally
 from services.rollout.ticket import Ticket, works_of
@@ -261,11 +261,14 @@ class EngineGenerator:
             self._told(self._engine.withdraw(ids).finished)
 
     def _admit(self) -> None:
+        """All there is room for at once: an engine may compute the prompts of one submission together."""
+        works: list[GroupWork] = []
         while self._waiting and len(self._running) + self._waiting[0].size <= self._max_running:
             ticket = self._waiting.popleft()
-            for work in ticket.works:
-                self._engine.submit(work)
+            works += ticket.works
             self._running.update(dict.fromkeys(ticket.rollout_ids, ticket))
+        if works:
+            self._engine.submit(works)
 
     def _told(self, finished: Sequence[Rollout]) -> None:
         for rollout in finished:

@@ -122,13 +122,13 @@ class NativeEngine:
         waiting = sum(len(p.response_ids) for w in self._waiting for p in w.partials)
         return sum(len(r.response_ids) for r in self._requests) + waiting
 
-    def submit(self, work: GroupWork) -> None:
-        """Queue a group; refuses what cannot be served before anything starts."""
-        self.check(work)
-        self._waiting.append(work)
+    def submit(self, work: Sequence[GroupWork]) -> None:
+        """Queue groups; refuses what cannot be served before anything starts."""
+        for item in work:
+            self.check(item)
+        self._waiting.extend(work)
 
     def check(self, work: GroupWork) -> None:
-        """RequestError naming the limit when this engine can never serve `work`."""
         check_sampling(work.sampling)
         self._kept.check(work)
         check_fits(work, self._target.spec.vocab_size, self._options.max_len)

@@ -79,11 +79,8 @@ class RolloutService:
         queued or runs already is passed over, so a message that comes twice changes nothing."""
         self._check(epoch)
         new = [n for item in work if (n := self._new_part(item)) is not None]
-        for item in new:
-            self._engine.check(item)
-        for item in new:
-            self._engine.submit(item)
-            self._open.update((item.group_id, i) for i in item.indices)
+        self._engine.submit(new)
+        self._open.update((item.group_id, i) for item in new for i in item.indices)
 
     def _new_part(self, item: GroupWork) -> GroupWork | None:
         new = [i for i in item.indices if (item.group_id, i) not in self._open]

@@ -79,9 +79,11 @@ class Reference:
         engine = NativeEngine(target, options, Fixed(OFF), lambda ids: "", time.monotonic)
         tensors = read_tensors(self.folder / "target")
         engine.load_policy(0, {n: t for n, t in tensors.items() if not (spec.tied and n == "lm_head.weight")})
+        works = []
         for i, ids in enumerate(prompts):
             prompt = Prompt(str(i), "", tuple(ids), "", "t")
-            engine.submit(GroupWork(str(i), prompt, (0,), (seed * 1_000_003 + i,), sampling))
+            works.append(GroupWork(str(i), prompt, (0,), (seed * 1_000_003 + i,), sampling))
+        engine.submit(works)
         found = []
         while len(found) < len(prompts):
             found.extend(engine.step())

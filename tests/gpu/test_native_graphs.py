@@ -69,8 +69,7 @@ def work(name: str, batch: int, sampling: SamplingParams, shortest: int = 20) ->
 
 
 def run(engine: NativeEngine, works: list[GroupWork]) -> dict[str, tuple[int, ...]]:
-    for one in works:
-        engine.submit(one)
+    engine.submit(works)
     found = {}
     while engine.num_running or engine.num_waiting:
         found.update({r.group_id: tuple(r.response_ids) for r in engine.step()})
@@ -125,8 +124,7 @@ def test_a_replayed_pass_is_the_plain_one_in_bfloat16(strategy: DraftStrategy) -
 def seconds_per_token(engine: NativeEngine, batch: int, strategy: DraftStrategy, repeat: int) -> float:
     works = work(f"{strategy.name}-{batch}-{repeat}-", batch, SamplingParams(max_tokens=120))
     engine.force_strategy(strategy)
-    for one in works:
-        engine.submit(one)
+    engine.submit(works)
     engine.step()  # prefills
     tokens = engine.num_tokens
     torch.cuda.synchronize()

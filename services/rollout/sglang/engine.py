@@ -30,7 +30,7 @@ from services.models.hidden import HiddenStates
 from services.models.target import check_names, check_shapes
 from services.rollout.request import KEEPS_NONE, Withdrawn, check_fits, check_keeps, check_memory, continued_seed
 from services.rollout.sglang.acceptance import acceptance_stats
-from services.rollout.sglang.handle import EngineHandle, Kind, Update
+from services.rollout.sglang.handle import Asked, EngineHandle, Kind, Update
 from services.rollout.sglang.learned import learned_models
 from services.rollout.sglang.requests import Prefill, Request
 from services.rollout.sglang.rounds import newest_depth
@@ -144,26 +144,31 @@ class SGLangEngine:
                 "ignores min-p: leave them off, or use the native engine"
             )
 
-    def submit(self, work: GroupWork) -> None:
-        """Hand all rollouts of a group to SGLang at once: its prefix cache computes their prompt once. For SGLang, what
-        there is already of a response is prompt."""
-        self.check(work)
+    def submit(self, work: Sequence[GroupWork]) -> None:
+        """Hand all rollouts to SGLang at once: with one after the other, its scheduler would compute the first one's
+        prompt alone while the others wait."""
+        for item in work:
+            self.check(item)
+        self._handle.submit([asked for item in work for asked in self._begin_group(item)])
+
+    def _begin_group(self, work: GroupWork) -> list[Asked]:
         known_tokens = sum(len(p.response_ids) for p in work.partials)
         self._prefill.begin(len(work.prompt.token_ids) + known_tokens, self._clock())
-        for index, seed in zip(work.indices, work.seeds, strict=True):
-            self._submitted += 1
-            # The number keeps a request that is submitted again after an abort apart from its first life; it comes
-            # first, since SGLang aborts every request whose id begins with the one it is told.
-            rid = f"{self._submitted}/{work.group_id}#{index}"
-            request = self._begin(work, index, seed, rid)
-            self._requests[rid] = request
-            known = request.earlier_ids
-            rest = replace(work.sampling, max_tokens=work.sampling.max_tokens - len(known))
-            window = self._window if work.keep_states else None
-            ids = (*work.prompt.token_ids, *known)
-            self._handle.submit(rid, ids, rest, continued_seed(seed, len(known)), window)
+        return [self._begin(work, index, seed) for index, seed in zip(work.indices, work.seeds, strict=True)]
 
-    def _begin(self, work: GroupWork, index: int, seed: int, rid: str) -> Request:
+    def _begin(self, work: GroupWork, index: int, seed: int) -> Asked:
+        """For SGLang, what there is already of a response is prompt."""
+        self._submitted += 1
+        # The number keeps a request that is submitted again after an abort apart from its first life; it comes
+        # first, since SGLang aborts every request whose id begins with the one it is told.
+        rid = f"{self._submitted}/{work.group_id}#{index}"
+        self._requests[rid] = request = self._request(work, index, seed, rid)
+        known = request.earlier_ids
+        rest = replace(work.sampling, max_tokens=work.sampling.max_tokens - len(known))
+        window = self._window if work.keep_states else None
+        return Asked(rid, (*work.prompt.token_ids, *known), rest, continued_seed(seed, len(known)), window)
+
+    def _request(self, work: GroupWork, index: int, seed: int, rid: str) -> Request:
         known = work.partial(index)
         started_s = known.started_s if known else self._clock()
         versions = (list(known.policy_versions), list(known.drafter_versions)) if known else ([], [])

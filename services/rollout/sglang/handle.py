@@ -20,6 +20,18 @@ Kind = Literal["policy", "drafter"]
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """One request. `window`: keep its hidden states. Requests find each other's prefixes within their window only, so
+    that the states of a prefix that was not computed again are among those that are taken together."""
+
+    rid: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """News of one request, everything since its start. `histogram[k]`: verify steps that accepted k draft tokens, as
     SGLang counts them (`meta_info.spec_correct_drafts_histogram`); empty without speculation; of an engine that
@@ -37,11 +49,8 @@ class Update:
 class EngineHandle(Protocol):
     """Every call has its own time-out and says what it waited for (WaitTimeoutError)."""
 
-    def submit(
-        self, rid: str, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int, window: int | None = None
-    ) -> None:
-        """`window`: keep the request's hidden states. Requests find each other's prefixes within their window only, so
-        that the states of a prefix that was not computed again are among those that are taken together."""
+    def submit(self, asked: Sequence[Asked]) -> None:
+        """All at once, so that their prompts are computed together; does not wait for them."""
 
     def poll(self, wait_s: float) -> list[Update]:
         """All news so far; waits at most `wait_s` seconds for the first."""

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from services.core.errors import BatchError, ConfigError, WaitTimeoutError, WeightError
 from services.core.selector import SelectorState
-from services.core.types import SamplingParams, ServedVersions, StrategySpan
+from services.core.types import ServedVersions, StrategySpan
 from services.rollout.sglang.arguments import sampling_arguments
 from services.rollout.sglang.capture import KEEP
 from services.rollout.sglang.captured import CapturedStates, capture_file, read_capture
 from services.rollout.sglang.graphs import CapturedGraphs
-from services.rollout.sglang.handle import Kind, Update
+from services.rollout.sglang.handle import Asked, Kind, Update
 from services.rollout.sglang.loader import PART_BYTES, LoadOrder, serve_parts
 from services.rollout.sglang.plugin import (
     CAPTURE_STATES,
@@ -63,43 +63,55 @@ class SGLangHandle:
         self._manager = engine.tokenizer_manager
         self._news: dict[str, Update] = {}
         self._changed = threading.Condition()
-        self._live: dict[str, asyncio.Task[None]] = {}  # touched by the loop's thread only
+        self._live: set[asyncio.Task[None]] = set()  # touched by the loop's thread only
         self._thread = threading.Thread(target=engine.loop.run_forever, name=f"{server}-sglang", daemon=True)
         self._thread.start()
 
     # -- requests
 
-    def submit(
-        self, rid: str, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int, window: int | None = None
-    ) -> None:
+    def submit(self, asked: Sequence[Asked]) -> None:
+        """SGLang's scheduler hears of one batch in one message. A batch is of one window: SGLang gives a batch its
+        cache key as a whole or one text for each, and to have none is another key than to have an empty one."""
+        for window in dict.fromkeys(one.window for one in asked):
+            batch = [one for one in asked if one.window == window]
+            under_way = {one.rid: Update(one.rid, (), ()) for one in batch}
+            self._engine.loop.call_soon_threadsafe(self._begin, self._request(batch, window), under_way)
+
+    def _request(self, batch: Sequence[Asked], window: int | None) -> Any:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        request = GenerateReqInput(
-            rid=rid,
-            input_ids=list(prompt_ids),
-            sampling_params=sampling_arguments(sampling, seed, self._deterministic),
+        return GenerateReqInput(
+            rid=[one.rid for one in batch],
+            input_ids=[list(one.prompt_ids) for one in batch],
+            sampling_params=[sampling_arguments(one.sampling, one.seed, self._deterministic) for one in batch],
             return_logprob=True,
             stream=True,
             extra_key=None if window is None else f"{KEEP}{window}",
         )
-        self._engine.loop.call_soon_threadsafe(self._begin, rid, request)
 
-    def _begin(self, rid: str, request: Any) -> None:
-        task = self._engine.loop.create_task(self._follow(rid, request))
-        self._live[rid] = task
-        task.add_done_callback(lambda done: self._ended(rid, done))
+    def _begin(self, request: Any, under_way: dict[str, Update]) -> None:
+        task = self._engine.loop.create_task(self._follow(request, under_way))
+        self._live.add(task)
+        task.add_done_callback(lambda done: self._ended(under_way, done))
 
-    def _ended(self, rid: str, task: asyncio.Task[None]) -> None:
-        self._live.pop(rid, None)
+    def _ended(self, under_way: dict[str, Update], task: asyncio.Task[None]) -> None:
+        self._live.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None:  # whatever it was: nobody else would ever hear of this request again
+        if error is None:
+            return
+        for rid in under_way:  # whatever it was: nobody else would ever hear of these requests again
             self._tell(Update(rid, (), (), finish="abort", message=f"{type(error).__name__}: {error}"))
+        for rid in under_way:  # the error may be one request's; the others would run on unseen
+            self._manager.abort_request(rid=rid)
 
-    async def _follow(self, rid: str, request: Any) -> None:
-        told = Update(rid, (), ())
+    async def _follow(self, request: Any, under_way: dict[str, Update]) -> None:
+        """`under_way`: what was told last of each request that has not ended."""
         async for chunk in self._manager.generate_request(request, None):
-            told = updated(told, chunk)
-            self._tell(told)
+            rid = chunk["meta_info"]["id"]
+            under_way[rid] = news = updated(under_way[rid], chunk)
+            self._tell(news)
+            if news.finish is not None:
+                del under_way[rid]
 
     def _tell(self, update: Update) -> None:
         with self._changed:
@@ -124,7 +136,7 @@ class SGLangHandle:
     async def _abort_all(self) -> None:
         while self._live:
             self._manager.abort_request(abort_all=True)
-            await asyncio.wait(list(self._live.values()), timeout=0.5)
+            await asyncio.wait(self._live, timeout=0.5)
 
     # -- weights
 
@@ -268,14 +280,16 @@ class SGLangHandle:
     # -- life
 
     def close(self) -> None:
-        self._engine.loop.call_soon_threadsafe(self._stop)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._engine.loop)
         self._thread.join(timeout=5.0)
         self._engine.shutdown()
 
-    def _stop(self) -> None:
-        for task in self._live.values():
+    async def _stop(self) -> None:
+        """A cancelled task takes some turns of the loop to end: SGLang then cancels what waits for each request."""
+        for task in self._live:
             task.cancel()
-        self._engine.loop.call_soon(self._engine.loop.stop)  # behind the cancellations
+        await asyncio.gather(*self._live, return_exceptions=True)
+        self._engine.loop.stop()
 
     def _call(self, work: Coroutine[Any, Any, T], what: str) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._engine.loop)

@@ -147,8 +147,7 @@ def group(
 
 def finish(engine: NativeEngine, works: Sequence[GroupWork] = (), limit: int = 2000) -> dict[str, Rollout]:
     """Submit, run until nothing is left, and check that every rollout came exactly once."""
-    for work in works:
-        engine.submit(work)
+    engine.submit(works)
     found: dict[str, Rollout] = {}
     for _ in range(limit):
         if not (engine.num_running or engine.num_waiting):

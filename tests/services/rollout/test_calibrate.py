@@ -92,7 +92,7 @@ def test_it_waits_for_all_weights_and_for_an_idle_engine_and_runs_once() -> None
     calibration.run_when_ready(engine, None)
     assert not calibration.done, "no drafter yet"
     engine.load_drafter(0, random_drafter(spec_of(MODEL)))
-    engine.submit(group((1, 2, 3), 1))
+    engine.submit([group((1, 2, 3), 1)])
     engine.step()
     calibration.run_when_ready(engine, None)
     assert not calibration.done and engine.num_running == 1, "somebody's request runs"

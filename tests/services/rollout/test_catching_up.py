@@ -33,8 +33,12 @@ def long_prompt(length: int, salt: int = 0) -> tuple[int, ...]:
 def engine_with(lengths: list[int], selector=OFF, max_tokens: int = 4000, drafter=None, model=None) -> NativeEngine:
     model = model or tiny_model("llama", VOCAB, 2, 1.0)
     engine = make_engine(model, selector, drafter or random_drafter(spec_of(model), 1.5), max_len=5000)
-    for n, length in enumerate(lengths):
-        engine.submit(group(long_prompt(length, n), 1, SamplingParams(max_tokens=max_tokens), first_seed=n))
+    engine.submit(
+        [
+            group(long_prompt(length, n), 1, SamplingParams(max_tokens=max_tokens), first_seed=n)
+            for n, length in enumerate(lengths)
+        ]
+    )
     engine.step()
     return engine
 
@@ -76,8 +80,12 @@ def test_all_draft_in_the_end_and_from_right_states() -> None:
 def test_a_request_that_will_not_repay_it_never_drafts_while_its_neighbour_does() -> None:
     model = tiny_model("llama", VOCAB, 2, 1.0)
     engine = make_engine(model, OFF, random_drafter(spec_of(model), 1.5), max_len=5000)
-    for n, budget in enumerate((18, 4000)):
-        engine.submit(group(long_prompt(600 if n == 0 else 20, n), 1, SamplingParams(max_tokens=budget), first_seed=n))
+    engine.submit(
+        [
+            group(long_prompt(600 if n == 0 else 20, n), 1, SamplingParams(max_tokens=budget), first_seed=n)
+            for n, budget in enumerate((18, 4000))
+        ]
+    )
     engine.force_strategy(ON)
     rollouts = []
     while not rollouts:
@@ -91,9 +99,8 @@ def test_switching_on_and_off_over_long_contexts_is_plain_decoding() -> None:
     model = markov_model("qwen3", VOCAB, 3, 1.0)
     arms = [OFF, ON, *CHAINS, *TREES, *HYBRID]
     engine = make_engine(model, Switching(arms, seed=5), perfect_drafter(spec_of(model)), max_len=5000)
-    for n, length in enumerate((150, 3, 240, 60)):
-        sampling = SamplingParams(temperature=0.0, max_tokens=4000)
-        engine.submit(group(long_prompt(length, length), 1 + n % 2, sampling))
+    sampling, lengths = SamplingParams(temperature=0.0, max_tokens=4000), (150, 3, 240, 60)
+    engine.submit([group(long_prompt(length, length), 1 + n % 2, sampling) for n, length in enumerate(lengths)])
     states = set()
     for _ in range(60):
         assert not engine.step()

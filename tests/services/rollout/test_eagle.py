@@ -51,8 +51,7 @@ def running(kind: str, s: DraftStrategy) -> tuple[PreTrainedModel, dict[str, Ten
     model = in_float64(tiny_model(kind, VOCAB, 2, 1.0))
     drafter = random_drafter(spec_of(model), 1.5)
     engine = make_engine(model, s, drafter)
-    for n, ids in enumerate(prompts(VOCAB, 3, seed=1)):
-        engine.submit(group(ids, 1, MIXED[n % 2], first_seed=10 * n))
+    engine.submit([group(ids, 1, MIXED[n % 2], first_seed=10 * n) for n, ids in enumerate(prompts(VOCAB, 3, seed=1))])
     for _ in range(3):
         assert not engine.step()
     return model, drafter, engine
@@ -102,8 +101,7 @@ def test_rows_in_need_of_several_catch_up_chunks_draft_alike() -> None:
     drafter = random_drafter(spec_of(model), 1.5)
     engine = make_engine(model, CHAINS[2], drafter, max_len=400)
     long = tuple((7 * n + n * n) % VOCAB for n in range(300))
-    for n, ids in enumerate([(1, 2, 3), long]):
-        engine.submit(group(ids, 1, MIXED[0], first_seed=n))
+    engine.submit([group(ids, 1, MIXED[0], first_seed=n) for n, ids in enumerate([(1, 2, 3), long])])
     engine._admit()
     for _ in range(2):
         draft = draft_now(engine, CHAINS[2])

@@ -195,10 +195,10 @@ def test_siblings_feed_each_other_while_they_run() -> None:
     ids = prompts(64, 1, seed=8)[0]
     engine = make_engine(model, s)
     sampling = SamplingParams(temperature=0.0, max_tokens=24)
-    engine.submit(group(ids, 1, sampling, name="ahead"))
+    engine.submit([group(ids, 1, sampling, name="ahead")])
     for _ in range(10):
         engine.step()
-    engine.submit(group(ids, 1, sampling, name="behind"))
+    engine.submit([group(ids, 1, sampling, name="behind")])
     found = finish(engine)
     check_all(model, found)
     behind, ahead = found["behind#0"].acceptance, found["ahead#0"].acceptance

@@ -56,14 +56,14 @@ def test_dropping_what_runs_leaves_the_states_of_what_ended() -> None:
     """A slot's next epoch begins with a drop, and its server is asked for the states only then."""
     made = engine()
     finish(made, [keeping((1, 2, 3))])
-    made.submit(keeping((4, 5, 6), 2, 9))
+    made.submit([keeping((4, 5, 6), 2, 9)])
     made.step()
     assert made.abort() and made.take_states(0)[0].num_sequences == 3
 
 
 def test_a_load_in_the_middle_leaves_states_of_the_new_policy_alone() -> None:
     made = engine()
-    made.submit(keeping((1, 2, 3), 2))
+    made.submit([keeping((1, 2, 3), 2)])
     for _ in range(3):
         made.step()
     assert made.num_running == 2
@@ -106,6 +106,6 @@ def test_what_is_kept_is_a_copy() -> None:
 def test_an_engine_without_room_says_so() -> None:
     made = engine(0, CHAINS[0])
     with pytest.raises(RequestError, match=r"set drafter\.states: engine"):
-        made.submit(keeping((1, 2)))
+        made.submit([keeping((1, 2))])
     with pytest.raises(ConfigError, match=r"set drafter\.states: engine"):
         made.take_states(0)

@@ -49,8 +49,7 @@ def running_engine(kind: str, s: DraftStrategy | str, rounds: int = 3) -> Native
     model = model_of(kind)
     selector = Switching(EVERY, seed=1) if isinstance(s, str) else s
     engine = make_engine(model, selector, random_drafter(spec_of(model)))
-    for ids in prompts(VOCAB, 4, seed=3):
-        engine.submit(group(ids, 2, BUDGET))
+    engine.submit([group(ids, 2, BUDGET) for ids in prompts(VOCAB, 4, seed=3)])
     for _ in range(rounds):
         assert not engine.step()
     return engine
@@ -227,7 +226,7 @@ def test_a_published_tensor_may_be_written_on() -> None:
 
 def test_an_eagle_strategy_without_a_drafter_says_so() -> None:
     engine = make_engine(model_of("llama"), CHAINS[2])
-    engine.submit(group((1, 2, 3), 1, BUDGET))
+    engine.submit([group((1, 2, 3), 1, BUDGET)])
     with pytest.raises(WeightError, match="needs a drafter: load one, or use strategy off"):
         engine.step()
     engine.force_strategy(OFF)
@@ -246,7 +245,7 @@ def test_versions_before_any_load() -> None:
 def test_a_forced_strategy_holds_until_it_is_given_back() -> None:
     model = model_of("llama")
     engine = make_engine(model, CHAINS[2], random_drafter(spec_of(model)))
-    engine.submit(group((1, 2, 3), 1, SamplingParams(temperature=0.0, max_tokens=24)))
+    engine.submit([group((1, 2, 3), 1, SamplingParams(temperature=0.0, max_tokens=24))])
     names = []
     for forced in (None, OFF, OFF, SUFFIX[0], TREES[1], None):
         engine.force_strategy(forced)

@@ -56,8 +56,7 @@ def moved(
     source: NativeEngine, destination: NativeEngine, works: list[GroupWork], rounds: int, ids: set[str] | None = None
 ) -> tuple[dict[str, Rollout], tuple[PartialRollout, ...]]:
     """Run `rounds` rounds, move `ids` (all), run both to the end: every rollout comes once."""
-    for work in works:
-        source.submit(work)
+    source.submit(works)
     found = {r.rollout_id: r for _ in range(rounds) for r in source.step()}
     everything = {f"{w.group_id}#{i}" for w in works for i in w.indices}
     out = source.withdraw(everything if ids is None else ids)
@@ -114,8 +113,7 @@ def test_every_cut_point_and_back_again(s: DraftStrategy) -> None:
     todo = [work]
     for turn in range(50):
         engine = engines[turn % 2]
-        for item in todo:
-            engine.submit(item)
+        engine.submit(todo)
         found += engine.step()
         todo = continuing([work], engine.withdraw({f"{work.group_id}#{i}" for i in (0, 1)}).partials)
         if not todo:
@@ -216,11 +214,10 @@ def test_moved_twice_they_have_the_targets_law() -> None:
     for n in range(RUNS // 256):
         works = [group(PROMPT, 256, PLAIN, first_seed=256 * n, name=f"w{n}")]
         everything = {f"w{n}#{i}" for i in range(256)}
-        engines[0].submit(works[0])
+        engines[0].submit(works)
         for a, b in pairwise(engines):
             counts.update(r.response_ids for r in a.step())
-            for work in continuing(works, a.withdraw(everything).partials):
-                b.submit(work)
+            b.submit(continuing(works, a.withdraw(everything).partials))
         counts.update(r.response_ids for r in finish(engines[2]).values())
     assert counts.total() == RUNS and p_value(counts, exact_law(model, PLAIN)) > 1e-4
 
@@ -260,8 +257,7 @@ def test_versions_are_listed_in_order() -> None:
 def test_what_waits_is_handed_back_as_it_came() -> None:
     engine = make_engine(MODEL, rows=2)
     first, second = group((1, 2, 3), 2), group((4, 5), 2, first_seed=9)
-    engine.submit(first)
-    engine.submit(second)
+    engine.submit([first, second])
     engine.step()
     out = engine.withdraw({f"{second.group_id}#1"})
     assert [(q.index, q.response_ids, q.policy_versions) for q in out.partials] == [(1, (), ())]
@@ -276,7 +272,7 @@ def test_what_waits_is_handed_back_as_it_came() -> None:
 def test_what_cannot_be_continued_is_refused() -> None:
     engine = make_engine(MODEL)
     work = group((1, 2, 3), 1, SamplingParams(max_tokens=3))
-    engine.submit(work)
+    engine.submit([work])
     engine.step()
     (known,) = engine.withdraw({f"{work.group_id}#0"}).partials
     for bad, message in (
@@ -284,7 +280,7 @@ def test_what_cannot_be_continued_is_refused() -> None:
         (replace(known, response_ids=(64,), rollout_logprobs=(0.0,)), r"ids so far must be in \[0, 64\)"),
     ):
         with pytest.raises(RequestError, match=message):
-            engine.submit(replace(work, partials=(bad,)))
+            engine.submit([replace(work, partials=(bad,))])
     with pytest.raises(AssertionError):
         replace(known, response_ids=(1, 2))
     for index, group_id in ((1, work.group_id), (0, "other")):

@@ -65,9 +65,9 @@ def sampling(**change: object) -> SamplingParams:
 )
 def test_what_cannot_be_served_is_refused_and_nothing_starts(work: GroupWork, message: str) -> None:
     e = engine()
-    e.submit(group((1, 2, 3), 2))
+    e.submit([group((1, 2, 3), 2)])
     with pytest.raises(RequestError, match=message):
-        e.submit(work)
+        e.submit([group((7, 8), 1), work])
     assert e.num_waiting == 2 and e.num_running == 0
     check_all(MODEL, finish(e))
 
@@ -97,9 +97,9 @@ def test_a_work_names_each_rollout_once() -> None:
 
 def test_a_group_waits_until_it_fits_and_is_never_split() -> None:
     e = engine(rows=5)
-    e.submit(group((1, 2), 4, sampling(max_tokens=3), name="a"))
-    e.submit(group((3, 4), 3, sampling(max_tokens=2), name="b"))
-    e.submit(group((5, 6), 1, sampling(max_tokens=2), name="c"))
+    first = [group((1, 2), 4, sampling(max_tokens=3), name="a"), group((3, 4), 3, sampling(max_tokens=2), name="b")]
+    e.submit(first)
+    e.submit([group((5, 6), 1, sampling(max_tokens=2), name="c")])
     running = []
     while e.num_running or e.num_waiting:
         e.step()
@@ -119,7 +119,7 @@ def test_any_mix_of_groups_is_served_whole_and_in_order(groups: list[tuple[int, 
     pending, started, found = list(works), [], {}
     for _ in range(400):
         while pending and rng.random() < 0.5:
-            e.submit(pending.pop(0))
+            e.submit([pending.pop(0)])
         found |= {r.rollout_id: r for r in e.step()}
         assert e.num_running <= 6
         ids = [r.rollout_id for r in e.running()]
@@ -155,8 +155,7 @@ def test_nothing_to_do_is_a_round_of_nothing() -> None:
 def test_abort_drops_everything_and_leaves_no_trace(s) -> None:
     e = engine(s, rows=4)
     works = [group(ids, 3, sampling(max_tokens=20), name=f"g{n}") for n, ids in enumerate(prompts(32, 3, seed=2))]
-    for work in works:
-        e.submit(work)
+    e.submit(works)
     for _ in range(3):
         e.step()
     assert sorted(e.abort()) == sorted(f"g{n}#{i}" for n in range(3) for i in range(3))

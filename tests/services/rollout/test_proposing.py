@@ -103,7 +103,7 @@ def test_a_drafter_that_does_badly_loses_the_requests_it_does_badly_for() -> Non
     work = group(ids, 1, SamplingParams(temperature=0.0, max_tokens=40))
     index.observe(work.prompt.id, [*ids, *reference(model, ids, 44)[0]], 0)
     engine = make_engine(model, DEEP, contrary_drafter(spec_of(model)), index=index)
-    engine.submit(work)
+    engine.submit([work])
     proposer, drawn = engine._proposer, []
     while engine.num_running or engine.num_waiting:
         engine.step()
@@ -126,8 +126,12 @@ def test_rows_of_one_batch_have_different_drafters(s) -> None:
     model = tiny_model("llama", VOCAB, 2, 2.0)
     index = Scripted(lambda tokens, most: [tokens[-1]] * (most if (tokens[0] + len(tokens)) % 3 else 0))
     engine = make_engine(model, s, random_drafter(spec_of(model)), index=index)
-    for n, ids in enumerate(prompts(VOCAB, 5, seed=3)):
-        engine.submit(group(ids, 1, SamplingParams(temperature=0.0, max_tokens=12 + n)))
+    engine.submit(
+        [
+            group(ids, 1, SamplingParams(temperature=0.0, max_tokens=12 + n))
+            for n, ids in enumerate(prompts(VOCAB, 5, seed=3))
+        ]
+    )
     seen = mixed(engine)
     assert any(True in rows and False in rows for rows in seen)
 
@@ -166,8 +170,9 @@ def uneven(s) -> tuple[dict[str, Rollout], list[tuple[int, ...]]]:
     model = markov_model("llama", VOCAB, 3, 2.0)
     engine = make_engine(model, s, perfect_drafter(spec_of(model)))
     sure, hot = SamplingParams(temperature=0.0, max_tokens=40), SamplingParams(temperature=20.0, max_tokens=40)
-    for n, sampling in enumerate((sure, hot, sure, hot)):
-        engine.submit(group((5 + n, 9, 3), 1, sampling, first_seed=n))
+    engine.submit(
+        [group((5 + n, 9, 3), 1, sampling, first_seed=n) for n, sampling in enumerate((sure, hot, sure, hot))]
+    )
     found: dict[str, Rollout] = {}
     drawn = []
     while engine.num_running or engine.num_waiting:
@@ -229,7 +234,7 @@ def test_what_the_index_has_to_catch_up_with_is_no_part_of_its_rounds_price() ->
 
     engine = make_engine(model, Listening(suffix))
     engine.force_strategy(strategy_off := draft_strategy(StrategyConfig()))
-    engine.submit(group((5, 9, 3), 1, LONG))
+    engine.submit([group((5, 9, 3), 1, LONG)])
     for s in (strategy_off, strategy_off, suffix, suffix, strategy_off, suffix):
         engine.force_strategy(s)
         engine.step()

@@ -84,8 +84,9 @@ def start(kind: str, selector, drafter, **options):
 @pytest.mark.parametrize("drafter", [random_drafter, contrary_drafter])
 def test_every_round_leaves_what_a_prefill_would(kind: str, s: DraftStrategy, drafter) -> None:
     model, engine = start(kind, s, drafter)
-    for n, ids in enumerate(prompts(VOCAB, 3, seed=1)):
-        engine.submit(group(ids, 1 + n % 2, SAMPLED, first_seed=10 * n))
+    engine.submit(
+        [group(ids, 1 + n % 2, SAMPLED, first_seed=10 * n) for n, ids in enumerate(prompts(VOCAB, 3, seed=1))]
+    )
     for _ in range(2):
         engine.step()
         engine.step()
@@ -112,8 +113,7 @@ def test_after_tree_compaction(s: DraftStrategy) -> None:
     drafter = perfect_drafter(spec_of(model))
     drafter["fc.weight"] += 0.12 * torch.randn(drafter["fc.weight"].shape, generator=torch.Generator().manual_seed(0))
     engine = make_engine(model, s, drafter, engine_class=Watched)
-    for n, ids in enumerate(prompts(VOCAB, 4, seed=3)):
-        engine.submit(group(ids, 2, SAMPLED, first_seed=10 * n))
+    engine.submit([group(ids, 2, SAMPLED, first_seed=10 * n) for n, ids in enumerate(prompts(VOCAB, 4, seed=3))])
     for _ in range(6):
         engine.step()
         if engine.num_running:
@@ -125,8 +125,12 @@ def test_after_row_moves() -> None:
     """Short responses end first; the last row moves into each gap, in the middle of its own response."""
     model, engine = start("qwen3", Switching(EVERY, seed=2), random_drafter)
     budgets = (2, 30, 5, 30, 1, 9, 30, 3)
-    for n, (ids, budget) in enumerate(zip(prompts(VOCAB, 8, seed=5), budgets, strict=True)):
-        engine.submit(group(ids, 1, SamplingParams(max_tokens=budget), first_seed=n))
+    engine.submit(
+        [
+            group(ids, 1, SamplingParams(max_tokens=budget), first_seed=n)
+            for n, (ids, budget) in enumerate(zip(prompts(VOCAB, 8, seed=5), budgets, strict=True))
+        ]
+    )
     ended = 0
     for _ in range(12):
         ended += len(engine.step())
@@ -149,7 +153,7 @@ class Counted(TargetModel):
 
 def test_groups_share_one_prefill() -> None:
     model, engine = start("qwen2", TREES[1], random_drafter, target_class=Counted)
-    engine.submit(group((3, 1, 4, 1, 5, 9, 2, 6), 6, SAMPLED))
+    engine.submit([group((3, 1, 4, 1, 5, 9, 2, 6), 6, SAMPLED)])
     engine.step()
     nodes = TREES[1].shape.num_nodes
     # the prompt but its last token, once; then one verify step for the whole group
@@ -160,14 +164,18 @@ def test_groups_share_one_prefill() -> None:
 def test_rows_are_reused_without_traces() -> None:
     """A later request in the columns of earlier, longer ones; then after an abort."""
     model, engine = start("llama", Switching(EVERY, seed=1), random_drafter, rows=2)
-    for n, ids in enumerate(prompts(VOCAB, 6, seed=6)):
-        engine.submit(group(ids, 1, SamplingParams(max_tokens=(20, 3)[n % 2]), first_seed=n))
+    engine.submit(
+        [
+            group(ids, 1, SamplingParams(max_tokens=(20, 3)[n % 2]), first_seed=n)
+            for n, ids in enumerate(prompts(VOCAB, 6, seed=6))
+        ]
+    )
     for _ in range(30):
         engine.step()
         if engine.num_running:
             check_rows(engine, model, random_drafter(spec_of(model)))
     engine.abort()
-    engine.submit(group((1, 2), 2, SAMPLED))
+    engine.submit([group((1, 2), 2, SAMPLED)])
     engine.step()
     check_rows(engine, model)
 
@@ -175,8 +183,7 @@ def test_rows_are_reused_without_traces() -> None:
 def test_after_loads_of_both_kinds() -> None:
     model, engine = start("qwen3", Switching(EVERY, seed=4), random_drafter)
     other = tiny_model("qwen3", VOCAB, 3, 1.0)
-    for n, ids in enumerate(prompts(VOCAB, 4, seed=7)):
-        engine.submit(group(ids, 2, SAMPLED, first_seed=n))
+    engine.submit([group(ids, 2, SAMPLED, first_seed=n) for n, ids in enumerate(prompts(VOCAB, 4, seed=7))])
     for _ in range(3):
         engine.step()
     engine.load_policy(1, tensors_of(other))
@@ -193,8 +200,7 @@ def test_after_loads_of_both_kinds() -> None:
 
 def test_ragged_suffix_drafts_roll_back() -> None:
     model, engine = start("llama", EVERY[-1], None, index=Scripted(lambda t, d: [len(t) % VOCAB] * (len(t) % (d + 1))))
-    for n, ids in enumerate(prompts(VOCAB, 5, seed=8, shortest=1)):
-        engine.submit(group(ids, 1, SAMPLED, first_seed=n))
+    engine.submit([group(ids, 1, SAMPLED, first_seed=n) for n, ids in enumerate(prompts(VOCAB, 5, seed=8, shortest=1))])
     for _ in range(6):
         engine.step()
         check_rows(engine, model)
@@ -204,8 +210,7 @@ def test_ragged_suffix_drafts_roll_back() -> None:
 def test_drafts_do_not_depend_on_how_the_drafter_came_there(s: DraftStrategy) -> None:
     """Caught up token by token or at once, beside others or alone: the same proposals."""
     model, engine = start("qwen3", s, random_drafter)
-    for n, ids in enumerate(prompts(VOCAB, 3, seed=9)):
-        engine.submit(group(ids, 1, SAMPLED, first_seed=n))
+    engine.submit([group(ids, 1, SAMPLED, first_seed=n) for n, ids in enumerate(prompts(VOCAB, 3, seed=9))])
     for _ in range(4):
         engine.step()
     argmax = DraftStrategy(s.name, s.drafter, s.depth, s.topk, s.num_draft_tokens, sampled=False)

@@ -146,7 +146,7 @@ def test_logprobs_before_and_after_a_policy_load(s: DraftStrategy) -> None:
     old, new = tiny_model("qwen2", 32, 5), tiny_model("qwen2", 32, 6)
     engine = make_engine(old, s, random_drafter(spec_of(old)))
     work = group((3, 1, 4), 4, SamplingParams(temperature=0.8, max_tokens=14))
-    engine.submit(work)
+    engine.submit([work])
     for _ in range(3):
         engine.step()
     known = {r.rollout_id: r.num_tokens for r in engine.running()}

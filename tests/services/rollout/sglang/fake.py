@@ -27,7 +27,7 @@ from services.rollout.native import EngineOptions, NativeEngine
 from services.rollout.sglang.capture import StateCapture
 from services.rollout.sglang.captured import CapturedStates, capture_file, read_capture
 from services.rollout.sglang.engine import SGLangLimits
-from services.rollout.sglang.handle import Kind, Update
+from services.rollout.sglang.handle import Asked, Kind, Update
 from services.rollout.sglang.loader import PART_BYTES, LoadOrder, load_part, serve_parts, served_version
 from services.rollout.sglang.rounds import note_round
 from services.speculation.selector import Fixed
@@ -110,20 +110,26 @@ class FakeHandle:
         self._lives: dict[str, _Life] = {}
         self._news: dict[str, Update] = {}
         self.loads: list[tuple[str, int]] = []
-        self.seen_seeds: list[int] = []
+        self.submissions: list[tuple[Asked, ...]] = []
         self.aborts: list[str] = []
         self._free = 1_000_000
         self.closed = False
 
     # -- requests
 
-    def submit(
-        self, rid: str, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int, window: int | None = None
-    ) -> None:
+    @property
+    def seen_seeds(self) -> list[int]:
+        return [one.seed for asked in self.submissions for one in asked]
+
+    def submit(self, asked: Sequence[Asked]) -> None:
         self._alive()
+        self.submissions.append(tuple(asked))
+        self.native.submit([self._begin(one) for one in asked])
+
+    def _begin(self, asked: Asked) -> GroupWork:
+        rid, sampling = asked.rid, asked.sampling
         assert rid not in self._lives, "one id, one request"
-        self._lives[rid] = _Life(replace(sampling, max_tokens=min(sampling.max_tokens, self._budget)), window)
-        self.seen_seeds.append(seed)
+        self._lives[rid] = _Life(replace(sampling, max_tokens=min(sampling.max_tokens, self._budget)), asked.window)
         # The native engine must not stop by itself: what SGLang does at a stop is this class's business.
         room = replace(
             sampling,
@@ -131,8 +137,7 @@ class FakeHandle:
             stop_token_ids=(),
             stop_strings=(),
         )
-        prompt = Prompt(rid, "", tuple(prompt_ids), "", "test")
-        self.native.submit(GroupWork(rid, prompt, (0,), (seed,), room))
+        return GroupWork(rid, Prompt(rid, "", asked.prompt_ids, "", "test"), (0,), (asked.seed,), room)
 
     def poll(self, wait_s: float) -> list[Update]:
         self._alive()

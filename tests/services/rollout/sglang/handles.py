@@ -6,13 +6,17 @@ import time
 from collections.abc import Callable
 
 from services.core.types import SamplingParams
-from services.rollout.sglang.handle import Update
+from services.rollout.sglang.handle import Asked, Update
 from services.rollout.sglang.launch import SGLangHandle
 from tests.services.rollout.engines import strategy
 
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=9, stop_token_ids=(2,))
 STOP, LENGTH = {"type": "stop", "matched": 2}, {"type": "length", "length": 9}
 CHAIN = strategy("eagle", 3)
+
+
+def asked(*rids: str, window: int | None = None) -> list[Asked]:
+    return [Asked(rid, (1, 2), SAMPLING, 0, window) for rid in rids]
 
 
 def wait_until(true: Callable[[], object]) -> None:

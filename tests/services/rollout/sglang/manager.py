@@ -24,6 +24,7 @@ from tests.services.rollout.sglang.standins import (
 )
 
 MODEL = tiny_model("llama", 32, 0, 2.0)
+Chunk = dict[str, Any] | Exception
 POLICY, DRAFTER = tensors_of(MODEL), random_drafter(spec_of(MODEL))
 
 
@@ -45,22 +46,49 @@ class Manager:
     models: dict[Kind, Any]
     trouble: Trouble = field(default_factory=Trouble)
     calls: list[tuple[Any, ...]] = field(default_factory=list)
-    requests: dict[str, GenerateReqInput] = field(default_factory=dict)
-    chunks: dict[str, asyncio.Queue[dict[str, Any]]] = field(default_factory=dict)
+    requests: list[GenerateReqInput] = field(default_factory=list)
+    chunks: dict[str, asyncio.Queue[Chunk]] = field(default_factory=dict)
     paused: bool = False
 
     async def generate_request(self, obj: GenerateReqInput, request: None) -> AsyncIterator[dict[str, Any]]:
+        """One stream for a batch: the next chunk of whichever request has one, until all have ended or one fails."""
         if self.trouble.generate_error is not None:
             raise self.trouble.generate_error
-        assert obj.rid not in self.requests
-        self.requests[obj.rid] = obj
-        queue = self.chunks.setdefault(obj.rid, asyncio.Queue())
-        while True:
-            chunk = await queue.get()
+        obj.normalize_batch_and_arguments()
+        assert not self.known.intersection(obj.rid)
+        self.requests.append(obj)
+        for rid in obj.rid:
+            self.chunks.setdefault(rid, asyncio.Queue())
+        ones = [self._stream(rid) for rid in obj.rid]
+        coming = {asyncio.ensure_future(anext(one)): one for one in ones}
+        try:
+            while coming:
+                done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    one = coming.pop(task)
+                    if isinstance(task.exception(), StopAsyncIteration):
+                        continue
+                    yield task.result()
+                    coming[asyncio.ensure_future(anext(one))] = one
+        finally:
+            for task in coming:
+                task.cancel()
+            await asyncio.gather(*coming, return_exceptions=True)
+
+    async def _stream(self, rid: str) -> AsyncIterator[dict[str, Any]]:
+        finished = False
+        while not finished:
+            chunk = await self.chunks[rid].get()
+            if isinstance(chunk, Exception):
+                raise chunk
+            chunk["meta_info"]["id"] = rid
             yield chunk
-            if chunk["meta_info"]["finish_reason"] is not None:
-                del self.chunks[obj.rid]
-                return
+            finished = chunk["meta_info"]["finish_reason"] is not None
+        del self.chunks[rid]
+
+    @property
+    def known(self) -> set[str]:
+        return {rid for request in self.requests for rid in request.rid}
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         self.calls.append(("abort", "*" if abort_all else rid))
@@ -137,8 +165,8 @@ class Engine:
         self.send_to_rpc = RpcSocket(Scheduler(worker_of(models["policy"]), draft), manager.trouble)
         self.shut_down = False
 
-    def say(self, rid: str, chunk: dict[str, Any]) -> None:
-        """The scheduler has news of a request; returns when the manager knows them."""
+    def say(self, rid: str, chunk: Chunk) -> None:
+        """The scheduler has news of a request, or what it says fails; returns when the manager knows them."""
 
         async def put() -> None:
             manager = self.tokenizer_manager

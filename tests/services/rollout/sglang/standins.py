@@ -74,12 +74,27 @@ class MultiprocessingSerializer:
 
 @dataclass(kw_only=True)
 class GenerateReqInput:
-    rid: str
-    input_ids: list[int]
-    sampling_params: dict[str, Any]
-    return_logprob: bool = False
+    """A batch."""
+
+    rid: list[str]
+    input_ids: list[list[int]]
+    sampling_params: list[dict[str, Any]]
+    return_logprob: bool | list[bool] = False
     stream: bool = False
-    extra_key: str | None = None
+    extra_key: str | list[str] | None = None
+
+    def normalize_batch_and_arguments(self) -> None:
+        """What is given once holds for all."""
+        count = len(self.input_ids)
+        if isinstance(self.return_logprob, bool):
+            self.return_logprob = [self.return_logprob] * count
+        if isinstance(self.extra_key, str):
+            self.extra_key = [self.extra_key] * count
+        if not count or len(set(self.rid)) != count:
+            raise ValueError("input_ids cannot be empty, and each needs a rid of its own")
+        for given in (self.rid, self.sampling_params, self.return_logprob, self.extra_key):
+            if given is not None and (not isinstance(given, list) or len(given) != count):
+                raise ValueError(f"{given} does not go with {count} lists of input_ids")
 
 
 @dataclass(kw_only=True)

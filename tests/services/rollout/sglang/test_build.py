@@ -101,7 +101,7 @@ def test_a_built_engine_serves(folder: Path, strategy: StrategyConfig) -> None:
     if strategy.drafter == "eagle":
         engine.load_drafter(0, random_drafter(spec_of(MODEL)))
     assert engine.versions == ServedVersions(0, 0 if strategy.drafter == "eagle" else None)
-    engine.submit(group((1, 5, 9), 2, SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=(2,))))
+    engine.submit([group((1, 5, 9), 2, SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=(2,)))])
     found = {}
     while engine.num_running or engine.num_waiting:
         found |= {r.rollout_id: r for r in engine.step(0.0)}

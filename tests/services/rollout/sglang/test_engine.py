@@ -50,7 +50,10 @@ def test_rows_10_and_11_whole_groups_with_a_logprob_for_every_token(s: DraftStra
         group((1, 5 + n, 9), 4, SamplingParams(temperature=1.0, max_tokens=9 + n), first_seed=50 * n) for n in range(3)
     ]
     found = drain(service, works)
-    assert sorted(handle.seen_seeds) == sorted(seed for w in works for seed in w.seeds)
+    (submission,) = handle.submissions
+    assert [(one.prompt_ids, one.seed) for one in submission] == [
+        (w.prompt.token_ids, seed) for w in works for seed in w.seeds
+    ]
     for w in works:
         for index, seed in zip(w.indices, w.seeds, strict=True):
             r = found[f"{w.group_id}#{index}"]
@@ -305,7 +308,7 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
     service, handle = served()
     with pytest.raises(RequestError, match=said):
         service.submit([group((3, 4), 1), group(ids, 1, replace(GREEDY, **changes))], EPOCH)
-    assert not handle._lives and service.advance(0.0, EPOCH).waiting == 0
+    assert not handle.submissions and service.advance(0.0, EPOCH).waiting == 0
 
 
 def test_a_request_may_fill_max_len() -> None:

@@ -71,7 +71,7 @@ def test_the_first_load_of_a_fresh_engine() -> None:
     assert engine.versions == ServedVersions(None, None)
     engine.load_policy(7, tensors_of(MODEL))
     assert engine.versions == ServedVersions(7, None)
-    engine.submit(group(PROMPT, 1))
+    engine.submit([group(PROMPT, 1)])
     engine.load_drafter(2, DRAFTER)
     (r,) = finish_all(engine)
     assert (r.policy_versions, r.drafter_versions) == ((7,), (2,))

@@ -20,15 +20,18 @@ from tests.services.rollout.sglang.serving import CHAIN, DRAFTER, MODEL, OTHER, 
 
 WAIT_S = 120.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+WEIGHTS = ModelWeights(ServedVersions(5, 6), tensors_of(MODEL), DRAFTER)
 
 
 @contextmanager
-def generator() -> Iterator[tuple[EngineGenerator, SGLangEngine]]:
-    handle = FakeHandle(MODEL, CHAIN)
+def generator(handle: FakeHandle | None = None) -> Iterator[tuple[EngineGenerator, SGLangEngine]]:
+    """Without weights over a handle that is given."""
+    loaded, handle = handle is None, handle or FakeHandle(MODEL, CHAIN)
     engine = SGLangEngine(handle, limits_of(MODEL, CHAIN), {CHAIN.depth: CHAIN}, letters, ticking())
     made = EngineGenerator(engine, 4, 8, ticking())
     try:
-        asyncio.run(made.swap(ModelWeights(ServedVersions(5, 6), tensors_of(MODEL), DRAFTER), WAIT_S))
+        if loaded:
+            asyncio.run(made.swap(WEIGHTS, WAIT_S))
         yield made, engine
     finally:
         made.close()
@@ -64,6 +67,22 @@ def test_who_goes_away_frees_the_slot() -> None:
 
     with generator() as (made, _):
         asyncio.run(leave(made))
+
+
+def test_all_there_is_room_for_is_submitted_at_once() -> None:
+    handle = FakeHandle(MODEL, CHAIN)
+
+    async def three(made: EngineGenerator) -> None:
+        answers = [asyncio.create_task(answer(made, Generation((PROMPT, (5, n)), (1, 2), GREEDY))) for n in range(3)]
+        async with asyncio.timeout(WAIT_S):
+            while len(made._waiting) < 3:
+                await asyncio.sleep(0.001)
+            await made.swap(WEIGHTS, WAIT_S)
+            assert [len(found) for found in await asyncio.gather(*answers)] == [2, 2, 2]
+
+    with generator(handle) as (made, _):
+        asyncio.run(three(made))
+    assert [len(submission) for submission in handle.submissions] == [4, 2], "four run at a time"
 
 
 def test_filters_that_sglang_cannot_report_are_refused() -> None:

@@ -12,17 +12,17 @@ import torch
 
 from services.core.errors import BatchError, ConfigError, WaitTimeoutError
 from services.core.selector import SelectorState
-from services.core.types import FinishReason, ServedVersions, StrategySpan
+from services.core.types import FinishReason, SamplingParams, ServedVersions, StrategySpan
 from services.rollout.service import RolloutService
 from services.rollout.sglang.engine import SGLangEngine
 from services.rollout.sglang.graphs import CapturedGraphs
-from services.rollout.sglang.handle import Update
+from services.rollout.sglang.handle import Asked, Update
 from services.rollout.sglang.launch import SGLangHandle, updated
 from services.rollout.sglang.plugin import CAPTURE
 from services.rollout.sglang.switching import SWITCH
 from tests.services.rollout.engines import group, letters, ticking
 from tests.services.rollout.sglang.fake import limits_of
-from tests.services.rollout.sglang.handles import CHAIN, LENGTH, SAMPLING, STOP, news, wait_until
+from tests.services.rollout.sglang.handles import CHAIN, LENGTH, SAMPLING, STOP, asked, news, wait_until
 from tests.services.rollout.sglang.manager import DRAFTER, MODEL, POLICY, Engine, chunk_of
 from tests.services.rollout.sglang.standins import GenerateReqInput, RpcReqOutput
 
@@ -32,25 +32,49 @@ from tests.services.rollout.sglang.standins import GenerateReqInput, RpcReqOutpu
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_what_is_asked_of_sglang(engine: Engine, deterministic: bool) -> None:
     handle = SGLangHandle(engine, "rollout-3", 1, deterministic, 20.0, device="cpu")
-    handle.submit("1/g#0", (1, 2, 3), SAMPLING, seed=2**31 + 5)
+    greedy = SamplingParams(temperature=0.0, max_tokens=4)
+    handle.submit([Asked("1/g#0", (1, 2, 3), SAMPLING, 2**31 + 5), Asked("2/h#0", (4,), greedy, 7)])
     wait_until(lambda: engine.tokenizer_manager.requests)
-    wanted = {"temperature": 0.8, "max_new_tokens": 9, "stop_token_ids": [2]}
-    wanted |= {"sampling_seed": 5} if deterministic else {}
-    assert engine.tokenizer_manager.requests["1/g#0"] == GenerateReqInput(
-        rid="1/g#0", input_ids=[1, 2, 3], sampling_params=wanted, return_logprob=True, stream=True
-    )
-    assert engine.tokenizer_manager.requests["1/g#0"].extra_key is None
-    handle.submit("2/g#0", (1, 2, 3), SAMPLING, 0, window=5)
-    wait_until(lambda: "2/g#0" in engine.tokenizer_manager.requests)
-    assert engine.tokenizer_manager.requests["2/g#0"].extra_key == "longtail-states/5"
+    wanted = [
+        {"temperature": 0.8, "max_new_tokens": 9, "stop_token_ids": [2]},
+        {"temperature": 0.0, "max_new_tokens": 4, "stop_token_ids": []},
+    ]
+    if deterministic:
+        wanted = [one | {"sampling_seed": seed} for one, seed in zip(wanted, (5, 7), strict=True)]
+    assert engine.tokenizer_manager.requests == [
+        GenerateReqInput(
+            rid=["1/g#0", "2/h#0"],
+            input_ids=[[1, 2, 3], [4]],
+            sampling_params=wanted,
+            return_logprob=[True, True],
+            stream=True,
+            extra_key=None,
+        )
+    ]
     handle.abort_all()
     handle.close()
 
 
+def test_requests_of_two_windows_are_two_batches(engine: Engine, handle: SGLangHandle) -> None:
+    """Which requests find each other's prefixes is a matter of the key, and none is a key of its own."""
+    one, two, three, four = (*asked("a", "b"), *asked("c", "d", window=5))
+    handle.submit([one, three, two, four])
+    handle.submit([])
+    handle.submit(asked("e", window=0))
+    wait_until(lambda: len(engine.tokenizer_manager.requests) == 3)
+    assert [(batch.rid, batch.extra_key) for batch in engine.tokenizer_manager.requests] == [
+        (["a", "b"], None),
+        (["c", "d"], ["longtail-states/5", "longtail-states/5"]),
+        (["e"], ["longtail-states/0"]),
+    ]
+    for rid in "abcde":
+        engine.say(rid, chunk_of([4], STOP))
+    wait_until(lambda: handle._news.keys() == set("abcde") and not handle._live)
+
+
 def test_news_are_told_once_and_the_newest_says_everything(engine: Engine, handle: SGLangHandle) -> None:
     assert handle.poll(0.0) == []
-    handle.submit("a", (1, 2), SAMPLING, 0)
-    handle.submit("b", (1, 3), SAMPLING, 0)
+    handle.submit(asked("a", "b"))
     engine.say("a", chunk_of([5]))
     engine.say("a", chunk_of([5, 6, 7], histogram=[0, 1]))
     engine.say("b", chunk_of([9]))
@@ -62,13 +86,16 @@ def test_news_are_told_once_and_the_newest_says_everything(engine: Engine, handl
     assert handle.poll(0.0) == []
     engine.say("b", chunk_of([9, 2], STOP, [1]))
     assert news(handle) == [Update("b", (9, 2), (-0.9, -0.2), (1,), "stop")]
-    wait_until(lambda: handle._live.keys() == {"a"})
+    assert len(handle._live) == 1, "the other of its batch goes on"
+    engine.say("a", chunk_of([5, 6, 7, 8], LENGTH, [0, 1, 1]))
+    assert news(handle) == [Update("a", (5, 6, 7, 8), (-0.5, -0.6, -0.7, -0.8), (0, 1, 1), "length")]
+    wait_until(lambda: not handle._live)
 
 
 def test_a_poll_waits_for_the_first_news_and_no_longer(engine: Engine, handle: SGLangHandle) -> None:
     started = time.monotonic()
     assert handle.poll(0.1) == [] and time.monotonic() - started >= 0.1
-    handle.submit("a", (1, 2), SAMPLING, 0)
+    handle.submit(asked("a"))
     later = threading.Timer(0.1, lambda: engine.say("a", chunk_of([5])))
     later.start()
     assert [u.rid for u in handle.poll(600.0)] == ["a"], "it does not wait for more than the first, nor for its budget"
@@ -78,7 +105,7 @@ def test_a_poll_waits_for_the_first_news_and_no_longer(engine: Engine, handle: S
 
 def test_chunks_go_on_growing_behind_the_news_that_were_told(engine: Engine, handle: SGLangHandle) -> None:
     """SGLang hands out its own lists, and extends them."""
-    handle.submit("a", (1, 2), SAMPLING, 0)
+    handle.submit(asked("a"))
     chunk = chunk_of([5])
     engine.say("a", chunk)
     (first,) = news(handle)
@@ -87,29 +114,56 @@ def test_chunks_go_on_growing_behind_the_news_that_were_told(engine: Engine, han
 
 
 def test_an_aborted_request_and_one_that_sglang_gave_up(engine: Engine, handle: SGLangHandle) -> None:
-    handle.submit("a", (1, 2), SAMPLING, 0)
+    handle.submit(asked("a"))
     wait_until(lambda: "a" in engine.tokenizer_manager.chunks)
     handle.abort("a")
     assert news(handle) == [Update("a", (), (), (), "abort", "Aborted")]
 
 
+def test_an_abort_of_one_leaves_the_others_of_its_batch(engine: Engine, handle: SGLangHandle) -> None:
+    handle.submit(asked("1/g", "2/g", "3/g"))
+    wait_until(lambda: len(engine.tokenizer_manager.chunks) == 3)
+    handle.abort("2/g")
+    assert news(handle) == [Update("2/g", (), (), (), "abort", "Aborted")]
+    for rid in ("1/g", "3/g"):
+        engine.say(rid, chunk_of([5, 2], STOP))
+        assert news(handle) == [Update(rid, (5, 2), (-0.5, -0.2), (), "stop")]
+    wait_until(lambda: not handle._live)
+    assert engine.tokenizer_manager.calls == [("abort", "2/g")]
+
+
 @pytest.mark.parametrize("error", [ValueError("the input is too long"), RuntimeError("broken")], ids=str)
-def test_an_exception_in_a_requests_task_is_news_of_it(engine: Engine, handle: SGLangHandle, error: Exception) -> None:
-    """Nobody else would ever hear of the request again."""
+def test_an_exception_in_a_batchs_task_is_news_of_all(engine: Engine, handle: SGLangHandle, error: Exception) -> None:
+    """Nobody else would ever hear of the requests again."""
     engine.tokenizer_manager.trouble.generate_error = error
-    handle.submit("a", (1, 2), SAMPLING, 0)
-    assert news(handle) == [Update("a", (), (), finish="abort", message=f"{type(error).__name__}: {error}")]
-    assert not handle._live
+    handle.submit(asked("a", "b"))
+    wait_until(lambda: len(handle._news) == 2 and not handle._live)
+    said = f"{type(error).__name__}: {error}"
+    assert handle.poll(0.0) == [Update(rid, (), (), finish="abort", message=said) for rid in "ab"]
+
+
+def test_what_fails_in_the_middle_ends_what_has_not_ended(engine: Engine, handle: SGLangHandle) -> None:
+    """SGLang ends a batch's stream with the first error of one of its requests, and may go on with the others."""
+    handle.submit(asked("a", "b", "c"))
+    engine.say("a", chunk_of([5, 2], STOP))
+    assert news(handle) == [Update("a", (5, 2), (-0.5, -0.2), (), "stop")]
+    engine.say("b", chunk_of([6]))
+    assert [(u.rid, u.finish) for u in news(handle)] == [("b", None)]
+    engine.say("c", ValueError("lost"))
+    wait_until(lambda: len(handle._news) == 2 and not handle._live)
+    assert handle.poll(0.0) == [Update(rid, (), (), finish="abort", message="ValueError: lost") for rid in "bc"]
+    wait_until(lambda: engine.tokenizer_manager.calls == [("abort", "b"), ("abort", "c")])
 
 
 def test_abort_all_returns_when_nothing_is_left_and_drops_the_news(engine: Engine, handle: SGLangHandle) -> None:
     handle.abort_all()
-    for n in range(6):
-        handle.submit(f"{n}/g", (1, 2), SAMPLING, 0)
+    for n in range(0, 6, 2):
+        handle.submit(asked(f"{n}/g", f"{n + 1}/g"))
     engine.say("2/g", chunk_of([5]))
+    engine.say("5/g", chunk_of([5], STOP))
     handle.abort_all()
     assert not handle._live and handle.poll(0.0) == [] and not engine.tokenizer_manager.chunks
-    handle.submit("7/g", (1, 2), SAMPLING, 0)
+    handle.submit(asked("7/g"))
     engine.say("7/g", chunk_of([4], LENGTH))
     assert [u.rid for u in news(handle)] == ["7/g"]
 
@@ -117,7 +171,7 @@ def test_abort_all_returns_when_nothing_is_left_and_drops_the_news(engine: Engin
 def test_abort_all_is_asked_again_until_it_is_heard(engine: Engine, handle: SGLangHandle) -> None:
     """A request that reaches SGLang behind the abort is not hit by it."""
     engine.tokenizer_manager.trouble.deaf = True
-    handle.submit("a", (1, 2), SAMPLING, 0)
+    handle.submit(asked("a"))
     threading.Timer(0.2, lambda: setattr(engine.tokenizer_manager.trouble, "deaf", False)).start()
     handle.abort_all()
     assert engine.tokenizer_manager.calls.count(("abort", "*")) >= 2 and not handle._live
@@ -125,7 +179,7 @@ def test_abort_all_is_asked_again_until_it_is_heard(engine: Engine, handle: SGLa
 
 def test_an_abort_that_is_never_heard_runs_out(engine: Engine, hasty: SGLangHandle) -> None:
     engine.tokenizer_manager.trouble.deaf = True
-    hasty.submit("a", (1, 2), SAMPLING, 0)
+    hasty.submit(asked("a"))
     with pytest.raises(
         WaitTimeoutError,
         match=r"rollout-3: SGLang did not finish dropping all requests within 0 s: see its log, or raise "
@@ -188,12 +242,13 @@ def test_close_ends_the_thread_and_the_engine(engine: Engine) -> None:
     handle = SGLangHandle(engine, "rollout-3", 1, False, 60.0, device="cpu")
     thread = handle._thread
     assert thread.is_alive() and thread.daemon and "rollout-3" in thread.name
-    handle.submit("a", (1, 2), SAMPLING, 0)
-    wait_until(lambda: handle._live)
-    task = handle._live["a"]
+    handle.submit(asked("a", "b"))
+    handle.submit(asked("c"))
+    wait_until(lambda: len(engine.tokenizer_manager.chunks) == 3)
+    tasks = list(handle._live)
     handle.close()
     assert not thread.is_alive() and engine.shut_down and not engine.loop.is_running()
-    assert task.cancelled(), "not left to the garbage collector"
+    assert len(tasks) == 2 and all(t.cancelled() for t in tasks), "not left to the garbage collector"
 
 
 def test_a_rollout_server_over_the_handle(engine: Engine, handle: SGLangHandle) -> None:
@@ -222,6 +277,22 @@ def test_a_rollout_server_over_the_handle(engine: Engine, handle: SGLangHandle) 
     assert first.acceptance.histogram == (1, 1), "the last step's token behind the stop was never emitted"
     assert len(second.response_ids) == 9 and second.acceptance.acceptance_length == 4
     assert service.advance(0.0, 1).running == ()
+
+
+def test_one_call_of_a_rollout_server_is_one_request_of_sglangs(engine: Engine, handle: SGLangHandle) -> None:
+    """Its scheduler would compute the first prompt of several requests alone, and the others wait for that."""
+    service = RolloutService(
+        SGLangEngine(handle, limits_of(MODEL, CHAIN), {3: CHAIN}, letters, ticking()), {}, ticking()
+    )
+    service.open_epoch(1)
+    service.submit([group((1, 2), 2, SAMPLING, name="g"), group((3, 4, 5), 1, SAMPLING, name="h")], 1)
+    service.submit([group((6,), 1, SAMPLING, name="i")], 1)
+    wait_until(lambda: len(engine.tokenizer_manager.requests) == 2)
+    first, second = engine.tokenizer_manager.requests
+    assert first.rid == ["1/g#0", "2/g#1", "3/h#0"] and first.input_ids == [[1, 2], [1, 2], [3, 4, 5]]
+    assert second.rid == ["4/i#0"] and second.input_ids == [[6]]
+    service.open_epoch(2)
+    assert not handle._live
 
 
 # ------------------------------------------------------------------ hidden states

@@ -11,7 +11,7 @@ from services.rollout.sglang.launch import SGLangHandle
 from services.rollout.sglang.loader import TORN, serve_parts
 from tests.services.rollout.coming import Coming
 from tests.services.rollout.sglang.fused import same
-from tests.services.rollout.sglang.handles import SAMPLING, STOP, news, wait_until
+from tests.services.rollout.sglang.handles import STOP, asked, news, wait_until
 from tests.services.rollout.sglang.manager import DRAFTER, POLICY, Engine, chunk_of
 
 
@@ -32,7 +32,7 @@ def test_a_load_reaches_its_model_and_is_told_by_it(engine: Engine, handle: SGLa
 
 def test_row_35_a_load_holds_what_runs_and_lets_it_go_on(engine: Engine, handle: SGLangHandle) -> None:
     """A policy retracts (keys and values are computed anew), a drafter only holds."""
-    handle.submit("a", (1, 2), SAMPLING, 0)
+    handle.submit(asked("a"))
     handle.load("policy", 1, POLICY)
     handle.load("drafter", 1, DRAFTER)
     assert engine.tokenizer_manager.calls == [
@@ -98,7 +98,7 @@ def paired(engine: Engine) -> bool:
 
 @pytest.mark.parametrize("kind", ["policy", "drafter"])
 def test_row_34_a_refused_load_lets_the_requests_go_on(engine: Engine, handle: SGLangHandle, kind: str) -> None:
-    handle.submit("a", (1, 2), SAMPLING, 0)
+    handle.submit(asked("a"))
     with pytest.raises(WeightError, match=f"{kind} load refused, nothing changed: the engine's model has no"):
         handle.load(kind, 1, {"x.weight": torch.ones(2)})  # type: ignore[arg-type]
     assert paired(engine) and handle.served() == ServedVersions(None, None)
