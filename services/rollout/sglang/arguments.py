@@ -49,7 +49,7 @@ def engine_arguments(
         "attention_backend": engine.attention_backend,
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
-        "schedule_policy": "lpm",  # rollouts of one prompt queue behind its first; those of a later prefill share it
+        "schedule_policy": "lpm",  # rollouts of one prompt queue behind its first, and share it
         "stream_interval": engine.stream_interval,
         "enable_deterministic_inference": engine.deterministic,
         "enable_memory_saver": engine.release_memory,

@@ -145,11 +145,15 @@ class SGLangEngine:
             )
 
     def submit(self, work: Sequence[GroupWork]) -> None:
-        """Hand all rollouts to SGLang at once: with one after the other, its scheduler would compute the first one's
-        prompt alone while the others wait."""
+        """Hand the first rollouts of all groups to SGLang at once: with one after the other, its scheduler would
+        compute the first one's prompt alone while the others wait. Their siblings follow, and find the prompt in its
+        prefix cache: of what comes together it computes every prompt whole, however alike they are."""
         for item in work:
             self.check(item)
-        self._handle.submit([asked for item in work for asked in self._begin_group(item)])
+        groups = [self._begin_group(item) for item in work]
+        firsts, siblings = [g[0] for g in groups], [asked for g in groups for asked in g[1:]]
+        for together in filter(None, (firsts, siblings)):
+            self._handle.submit(together)
 
     def _begin_group(self, work: GroupWork) -> list[Asked]:
         known_tokens = sum(len(p.response_ids) for p in work.partials)

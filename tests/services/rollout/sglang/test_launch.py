@@ -279,18 +279,22 @@ def test_a_rollout_server_over_the_handle(engine: Engine, handle: SGLangHandle) 
     assert service.advance(0.0, 1).running == ()
 
 
-def test_one_call_of_a_rollout_server_is_one_request_of_sglangs(engine: Engine, handle: SGLangHandle) -> None:
-    """Its scheduler would compute the first prompt of several requests alone, and the others wait for that."""
+def test_prompts_of_one_call_go_to_sglang_together_and_siblings_behind_them(
+    engine: Engine, handle: SGLangHandle
+) -> None:
+    """Its scheduler would compute the first prompt of several requests alone, and the others wait for that; of one
+    request, it would compute the same prompt for each sibling."""
     service = RolloutService(
         SGLangEngine(handle, limits_of(MODEL, CHAIN), {3: CHAIN}, letters, ticking()), {}, ticking()
     )
     service.open_epoch(1)
     service.submit([group((1, 2), 2, SAMPLING, name="g"), group((3, 4, 5), 1, SAMPLING, name="h")], 1)
     service.submit([group((6,), 1, SAMPLING, name="i")], 1)
-    wait_until(lambda: len(engine.tokenizer_manager.requests) == 2)
-    first, second = engine.tokenizer_manager.requests
-    assert first.rid == ["1/g#0", "2/g#1", "3/h#0"] and first.input_ids == [[1, 2], [1, 2], [3, 4, 5]]
-    assert second.rid == ["4/i#0"] and second.input_ids == [[6]]
+    wait_until(lambda: len(engine.tokenizer_manager.requests) == 3)
+    first, second, third = engine.tokenizer_manager.requests
+    assert first.rid == ["1/g#0", "3/h#0"] and first.input_ids == [[1, 2], [3, 4, 5]]
+    assert second.rid == ["2/g#1"] and second.input_ids == [[1, 2]]
+    assert third.rid == ["4/i#0"] and third.input_ids == [[6]]
     service.open_epoch(2)
     assert not handle._live
 
