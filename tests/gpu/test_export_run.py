@@ -1,4 +1,5 @@
-"""The drafter that a run has trained, exported, in a stock `sglang.Engine`: how much faster it makes the run's policy.
+"""The drafter that a run has trained, exported, in a stock `sglang.Engine`: accepted as often as in the run, and by how
+much it makes the run's policy faster.
 
 `LONGTAIL_GPU_RUN_DIR=runs/ID pytest -m gpu tests/gpu/test_export_run.py`, of a run with an EAGLE drafter and a
 checkpoint; figures go to results/export_run.json."""
@@ -18,6 +19,9 @@ import pytest
 from deploy.drafter_run import read_run_drafter
 from deploy.inputs import load_inputs
 from services.config.schema import ClusterConfig
+from services.config.speculation import FixedSelector
+from services.report.history import METRICS
+from services.report.records import read_lines
 from tests.gpu.stock_engine import acceptance_length, stock_engine
 
 NEEDS_MODEL = False  # for the folder's conftest: the run has one
@@ -28,6 +32,7 @@ pytestmark = [
 ]
 
 BATCHES, DEPTHS, REPEATS, MAX_TOKENS, LONGER = (1, 8, 32), (3, 5), 4, 192, 4
+LAST_STEPS, AGREE_ON, CLOSE = 4, 512, 0.02
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +55,47 @@ def rate(calls: Sequence[Mapping[str, Any]]) -> float:
     return statistics.median(sum(len(a["ids"]) for a in c["answers"]) / c["seconds"] for c in calls[1:])
 
 
+def job_of(exported: Path, config: ClusterConfig, **more: Any) -> dict[str, Any]:
+    """Without a drafter."""
+    sampling = load_inputs(config).sampling
+    return {
+        "target": str(exported / "policy"), "drafter": None, "algorithm": "EAGLE", "depth": 0,
+        "eos": sampling.stop_token_ids[0], "temperature": sampling.temperature, **more,
+    }  # fmt: skip
+
+
+def test_a_stock_engine_accepts_as_often_as_the_run_did(
+    exported: Path, save: Callable[[str, dict[str, Any]], None], tmp_path: Path
+) -> None:
+    """On problems like those of the run's last steps, which it has not seen."""
+    config = read_run_drafter(Path(RUN)).config
+    strategy = config.speculation.selector
+    if not isinstance(strategy, FixedSelector) or not strategy.strategy.learned:
+        pytest.skip("the run changed its strategies: its acceptance length is no chain's")
+    chain, heldout = strategy.strategy, load_inputs(config).heldout
+    prompts = [list(p.token_ids) for p in heldout[:AGREE_ON]]
+    job = job_of(
+        exported, config, prompts=prompts, batches=[len(prompts)], repeats=1,
+        max_tokens=config.rollout.sampling.max_tokens,
+    )  # fmt: skip
+    ((call,),) = (
+        cell["calls"]
+        for cell in stock_engine({**job, "drafter": str(exported / "drafter"), "depth": chain.depth}, tmp_path)
+    )
+    steps = [row for row in read_lines(Path(RUN) / METRICS)[0] if row["kind"] == "step"]
+    wanted = statistics.fmean(row["acceptance_length"] for row in steps[-LAST_STEPS:])
+    found = acceptance_length(call["answers"])
+    record = {"chain": chain.depth, "prompts": len(prompts), "stock": round(found, 4), "the run's": round(wanted, 4)}
+    save("export_run_acceptance", record)
+    assert found == pytest.approx(wanted, rel=CLOSE), record
+
+
 def test_speed_of_a_stock_engine_with_the_run_s_drafter(
     exported: Path, save: Callable[[str, dict[str, Any]], None], tmp_path: Path
 ) -> None:
     found = read_run_drafter(Path(RUN))
-    sampling = load_inputs(found.config).sampling
-    job = {
-        "target": str(exported / "policy"), "drafter": None, "algorithm": "EAGLE", "depth": 0,
-        "eos": sampling.stop_token_ids[0], "prompts": longest_prompts(found.config, max(BATCHES)),
-        "batches": BATCHES, "repeats": REPEATS, "temperature": sampling.temperature, "max_tokens": MAX_TOKENS,
-    }  # fmt: skip
+    prompts = longest_prompts(found.config, max(BATCHES))
+    job = job_of(exported, found.config, prompts=prompts, batches=BATCHES, repeats=REPEATS, max_tokens=MAX_TOKENS)
     cells = {0: stock_engine(job, tmp_path)}
     for depth in DEPTHS:
         cells[depth] = stock_engine({**job, "drafter": str(exported / "drafter"), "depth": depth}, tmp_path)
@@ -78,5 +114,5 @@ def test_speed_of_a_stock_engine_with_the_run_s_drafter(
         rows.append(row)
         print(row)
     about = {"policy_version": found.origin.policy_version, "step": found.step, "model": found.config.run.name}
-    more = {"sglang": "stock", "temperature": sampling.temperature, "max_tokens": MAX_TOKENS, "repeats": REPEATS - 1}
+    more = {"sglang": "stock", "temperature": job["temperature"], "max_tokens": MAX_TOKENS, "repeats": REPEATS - 1}
     save("export_run", about | more | {"rows": rows})
