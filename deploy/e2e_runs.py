@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from services.simulator.world import Notes
 Say = Callable[[str], None]
 STEPS_FILE = "steps.jsonl"
 PHASES = ("rollout_s", "reward_s", "policy_s", "publish_s")
+# What takes time inside of the phases, as metrics name it.
+PARTS = ("longtail_memory_switch_seconds_total", "longtail_publish_seconds", "longtail_load_seconds")
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,22 @@ class Run:
 
 @dataclass
 class StepNotes(Notes):
-    """Tells each step, and writes it to `file` (none: nowhere) as one line of JSON."""
+    """Tells each step, and writes it to `file` (none: nowhere) as one line of JSON, with what PARTS have come to since
+    the run began, to a second or so."""
 
     mode: str = ""
     seed: int = 0
     say: Say = print
     file: Path | None = None
+    parts: dict[str, float] = field(default_factory=dict)
 
     def step(self, metrics: StepMetrics) -> None:
         super().step(metrics)
         self.say(step_line(self.mode, self.seed, metrics))
-        self._keep({"step": asdict(metrics)})
+        self._keep({"step": asdict(metrics), "seconds": self.parts})
+
+    def values(self, state: Mapping[str, Sequence[float]]) -> None:
+        self.parts = {name: round(value[0], 3) for name, value in state.items() if name.startswith(PARTS) and value[0]}
 
     def event(self, event: RunEvent) -> None:
         super().event(event)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from deploy.bench_e2e import Plan, run_bench
+from deploy.e2e_runs import STEPS_FILE
 from deploy.processes import descendants
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 
@@ -27,3 +29,6 @@ def test_two_modes_by_the_clock(tmp_path: Path) -> None:
     assert found["clock"] == "wall clock" and found["unfinished"] == [] and set(found["speedup"]) == {"off", "static"}
     assert found["modes"]["static"]["acceptance_length"] > 1
     assert found["modes"]["static"]["wall_s"] >= 0.9 * found["step_s"]["static"]
+    rows = [json.loads(line) for line in (tmp_path / "out" / STEPS_FILE).read_text().splitlines()]
+    seconds = [row["seconds"] for row in rows if "step" in row]
+    assert len(seconds) == 4 and any(found.get("longtail_publish_seconds|policy", 0) > 0 for found in seconds)
