@@ -17,7 +17,8 @@ from tests.services.coordinator.world import Recorder
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEPS, PROMPTS, GROUP = 4, 12, 4
+# A phase must outlast some looks of the driver, four a second, also on a fast machine: few rollouts at a time.
+STEPS, PROMPTS, GROUP = 4, 24, 4
 
 
 @pytest.mark.parametrize("connect_timeout_s", [20.0, 0.001])
@@ -29,7 +30,7 @@ def test_a_killed_server_gets_the_policy_again_and_one_without_a_connection_gets
         tmp_path,
         rollout={
             "num_servers": 2, "group_size": GROUP, "prompts_per_step": PROMPTS, "advance_budget_s": 0.05,
-            "engine": {"type": "native", "max_running": 8, "max_len": 192}, "sampling": {"max_tokens": 120},
+            "engine": {"type": "native", "max_running": GROUP, "max_len": 192}, "sampling": {"max_tokens": 120},
         },
         weights={"transport": "collective", "part_bytes": 20_000, "connect_timeout_s": connect_timeout_s},
         coordinator={"start_timeout_s": 240.0},
@@ -42,7 +43,8 @@ def test_a_killed_server_gets_the_policy_again_and_one_without_a_connection_gets
         processes.update({name: ray.get(h.process_id.remote(), timeout=60) for name, h in handles.items()})
 
     def watch(view: ProgressView) -> None:
-        if view.phase == "rollout" and view.rollouts_running and view.step >= 2 and not killed:
+        generates = view.phase == "rollout" and view.rollouts_done < view.rollouts_total
+        if generates and view.step >= 2 and not killed:
             killed.append(processes["rollout-1"])
             os.kill(killed[0], signal.SIGKILL)
 

@@ -20,7 +20,8 @@ from tests.services.coordinator.world import Recorder
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
-STEPS, PROMPTS, GROUP = 7, 12, 4
+# A phase must outlast some looks of the driver, four a second, also on a fast machine: few rollouts at a time.
+STEPS, PROMPTS, GROUP = 7, 24, 4
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Killer:
         self.processes = {name: ray.get(h.process_id.remote(), timeout=60) for name, h in handles.items()}
 
     def watch(self, view: ProgressView) -> None:
-        if view.phase == "rollout" and view.rollouts_running:
+        if view.phase == "rollout" and view.rollouts_done < view.rollouts_total:
             if view.step >= 2 and "rollout-1" not in self.killed:
                 self._kill("rollout-1")
             elif view.step >= 3 and "drafter-0" not in self.killed:
@@ -63,7 +64,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
         folder,
         rollout={
             "num_servers": 2, "group_size": GROUP, "prompts_per_step": PROMPTS, "advance_budget_s": 0.05,
-            "engine": {"type": "native", "max_running": 8, "max_len": 192}, "sampling": {"max_tokens": 120},
+            "engine": {"type": "native", "max_running": GROUP, "max_len": 192}, "sampling": {"max_tokens": 120},
             "consolidate": {"enabled": True, "max_delay": 1.0, "min_freed_s": 0.0, "worth": 1.0},
         },
         run={"dir": str(folder), "steps": STEPS, "eval_prompts": 4, "compare_prompts": 2, "compare_repeats": 1},

@@ -31,7 +31,8 @@ from services.report.run_folder import ENDPOINT_FILE, VALUES_FILE, RunFolder
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS, ROLLOUTS = 14, 8
+# A phase must outlast some looks of the driver, four a second, also on a fast machine: two rollouts at a time.
+STEPS, PROMPTS, GROUP = 14, 12, 2
 # What a run without GPUs cannot feed: nobody lends memory, so there is no mean of a switch.
 EMPTY = {"{{switch}}, seconds", "{{switch}}, GB"}
 
@@ -67,7 +68,8 @@ class KillingFolder:
 
     def progress(self, view: ProgressView) -> None:
         self.folder.progress(view)
-        if view.step >= 5 and view.phase == "rollout" and view.rollouts_running and not self.killed:
+        generates = view.phase == "rollout" and view.rollouts_done < view.rollouts_total
+        if view.step >= 5 and generates and not self.killed:
             self.killed = True
             os.kill(self.processes["coordinator"], signal.SIGKILL)
 
@@ -89,6 +91,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     runs = tmp_path_factory.mktemp("runs")
     port, metrics_port = free_port(), free_port()
     settings = [f"run.steps={STEPS}", f"run.dir={json.dumps(str(runs))}", "run.compare_prompts=0"]
+    settings += [f"rollout.prompts_per_step={PROMPTS}", f"rollout.engine.max_running={GROUP}"]
     settings += [f"coordinator.metrics.port={metrics_port}", "coordinator.start_timeout_s=300"]
     strategies = "[{drafter: eagle, depth: 2, num_draft_tokens: 3}]"
     settings += [f"speculation.selector={{type: adaptive, strategies: {strategies}}}"]  # it predicts what it gains
@@ -153,7 +156,7 @@ def test_totals_are_those_of_the_run(watched: Watched) -> None:
     assert told >= STEPS - 1, "the step that was under way may be lost between its training and its record"
     assert values["longtail_steps_total"] == [told]
     finished = [values[f"longtail_rollouts_finished_total|{reason}"][0] for reason in ("stop", "length")]
-    assert sum(finished) == told * ROLLOUTS
+    assert sum(finished) == told * PROMPTS * GROUP
     summary = json.loads((watched.folder.path / "summary.json").read_text())
     drafting = values["longtail_idle_seconds_total|drafting"][0]
     # continuous, so also of the step that the dead coordinator had begun
