@@ -121,8 +121,8 @@ class Link:
 
     def receive(self, num_bytes: int, limit_s: float, look: Look) -> Tensor:
         """So many bytes on the link's device, or TransferError as for `send`."""
-        mappable = self.backend == "ipc"
-        buffer = (room if mappable else _empty)(num_bytes, self._staging)
+        make = room if self.backend == "ipc" else _empty
+        buffer = make(num_bytes, self._staging)
         self._transfer("recv", buffer, limit_s, look)
         return buffer.to(self._device)
 
@@ -214,12 +214,12 @@ def open_link(
             link.hello(limit_s, look)
         except TransferError as error:
             print(f"weights go through host memory: {error}", file=sys.stderr, flush=True)
+            backend = "gloo"
         else:
             return link
     make = _nccl_group if backend == "nccl" else _gloo_group
     what = f"connecting over {backend}"
-    grouped: Backend = "nccl" if backend == "nccl" else "gloo"
-    link = Link(grouped, bounded(lambda: make(store, rank, host, limit_s), limit_s, look, what), rank, device, peer)
+    link = Link(backend, bounded(lambda: make(store, rank, host, limit_s), limit_s, look, what), rank, device, peer)
     try:
         link.hello(limit_s, look)
     except TransferError:
