@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-LENGTH_BYTES = 4  # in front of a handle
+LENGTH_BYTES = 4  # in front of a handle; a length of 0: there is none
 WRITTEN, REFUSED = b"\n", b"!"
 
 
@@ -54,6 +54,8 @@ class MappedPair:
     def send(self, buffer: Tensor, limit_s: float) -> None:
         end_s = time.monotonic() + limit_s
         length = int.from_bytes(self._read(LENGTH_BYTES, end_s), "big")
+        if not length:
+            raise RuntimeError("the receiver could not hand out its memory")
         handle = self._read(length, end_s)
         try:
             mapped(handle, self._device)[: buffer.numel()].copy_(buffer)  # and no name: it would stay mapped
@@ -66,7 +68,11 @@ class MappedPair:
 
     def recv(self, buffer: Tensor, limit_s: float) -> None:
         """`buffer` is of `room`."""
-        handle = exported(buffer)
+        try:
+            handle = exported(buffer)
+        except RuntimeError:
+            self._peer.sendall(bytes(LENGTH_BYTES))
+            raise
         self._peer.sendall(len(handle).to_bytes(LENGTH_BYTES, "big") + handle)
         if self._read(1, time.monotonic() + limit_s) != WRITTEN:
             raise RuntimeError("the sender could not map this side's memory")

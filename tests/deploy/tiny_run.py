@@ -9,6 +9,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from services.config.schema import ClusterConfig
+from services.core.types import ProgressView
 from services.drafter.export import write_drafter_folder
 from services.models.drafter import Drafter
 from services.models.eagle import Eagle
@@ -61,3 +62,9 @@ def tiny_run(model: Path, runs: Path, **changes: dict[str, Any]) -> ClusterConfi
     for section, values in changes.items():
         base[section] = {**base.get(section, {}), **values}
     return ClusterConfig.model_validate(base)
+
+
+def generates(view: ProgressView) -> bool:
+    """Whether rollouts are missing yet. How many run is no sign: small groups end between two reports of a server. A
+    phase must outlast some looks of the driver, four a second, also on a fast machine: few rollouts at a time."""
+    return view.phase == "rollout" and view.rollouts_done < view.rollouts_total

@@ -12,12 +12,12 @@ import ray
 
 from deploy.cluster import run_on_ray
 from services.core.types import ProgressView
-from tests.deploy.tiny_run import make_model_folder, tiny_run
+from tests.deploy.tiny_run import generates, make_model_folder, tiny_run
 from tests.services.coordinator.world import Recorder
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
-# A phase must outlast some looks of the driver, four a second, also on a fast machine: few rollouts at a time.
+# Long phases, see generates().
 STEPS, PROMPTS, GROUP = 4, 24, 4
 
 
@@ -43,8 +43,7 @@ def test_a_killed_server_gets_the_policy_again_and_one_without_a_connection_gets
         processes.update({name: ray.get(h.process_id.remote(), timeout=60) for name, h in handles.items()})
 
     def watch(view: ProgressView) -> None:
-        generates = view.phase == "rollout" and view.rollouts_done < view.rollouts_total
-        if generates and view.step >= 2 and not killed:
+        if generates(view) and view.step >= 2 and not killed:
             killed.append(processes["rollout-1"])
             os.kill(killed[0], signal.SIGKILL)
 

@@ -15,12 +15,12 @@ import ray
 from deploy.cluster import run_on_ray
 from deploy.processes import descendants, still_running
 from services.core.types import ProgressView
-from tests.deploy.tiny_run import make_model_folder, tiny_run
+from tests.deploy.tiny_run import generates, make_model_folder, tiny_run
 from tests.services.coordinator.world import Recorder
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
-# A phase must outlast some looks of the driver, four a second, also on a fast machine: few rollouts at a time.
+# Long phases, see generates().
 STEPS, PROMPTS, GROUP = 7, 24, 4
 
 
@@ -35,7 +35,7 @@ class Killer:
         self.processes = {name: ray.get(h.process_id.remote(), timeout=60) for name, h in handles.items()}
 
     def watch(self, view: ProgressView) -> None:
-        if view.phase == "rollout" and view.rollouts_done < view.rollouts_total:
+        if generates(view):
             if view.step >= 2 and "rollout-1" not in self.killed:
                 self._kill("rollout-1")
             elif view.step >= 3 and "drafter-0" not in self.killed:

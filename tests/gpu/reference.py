@@ -25,6 +25,7 @@ from tests.gpu.cases import CASES, case_config
 
 HELDOUT, PREFIXES, DRAWS = 48, 3, 1024
 CUDA = pick_device("auto")
+CLOSE_LOGITS = 0.25  # bf16 logits of about 16 are 0.0625..0.125 apart; a real fault differs by whole units
 
 
 class Reference:
@@ -116,3 +117,18 @@ class Reference:
         ids = torch.tensor(rollout["ids"], device=CUDA)
         logits = self.logits(rollout["prompt_ids"], rollout["ids"], norm_factor)
         return logits.log_softmax(-1).gather(1, ids[:, None])[:, 0].cpu()
+
+
+def compare_greedy(reference: Reference, base: list[dict[str, Any]], other: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts of equal and different outputs; margins: the target's logit gap between the two tokens that part."""
+    margins, equal = [], 0
+    for a, b in zip(base, other, strict=True):
+        at = next((t for t, (x, y) in enumerate(zip(a["ids"], b["ids"], strict=False)) if x != y), None)
+        if at is None:
+            equal += a["ids"] == b["ids"]
+            continue
+        logits = reference.logits(a["prompt_ids"], a["ids"][: at + 1])[-1]
+        margins.append(abs(float(logits[a["ids"][at]] - logits[b["ids"][at]])))
+    near = sum(m <= CLOSE_LOGITS for m in margins)
+    shown = [round(m, 4) for m in sorted(margins)]
+    return {"prompts": len(base), "equal": equal, "near_ties": near, "real": len(margins) - near, "margins": shown}

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from deploy.drafter_run import read_run_drafter
+from deploy.drafter_run import RunDrafter, read_run_drafter
 from deploy.inputs import load_inputs
-from services.config.schema import ClusterConfig
 from services.config.speculation import FixedSelector
+from services.coordinator.services import Inputs
+from services.core.types import Prompt, SamplingParams
 from services.report.history import METRICS
 from services.report.records import read_lines
 from tests.gpu.stock_engine import acceptance_length, stock_engine
@@ -36,6 +37,16 @@ LAST_STEPS, AGREE_ON, CLOSE = 4, 512, 0.02
 
 
 @pytest.fixture(scope="module")
+def found() -> RunDrafter:
+    return read_run_drafter(Path(RUN))
+
+
+@pytest.fixture(scope="module")
+def inputs(found: RunDrafter) -> Inputs:
+    return load_inputs(found.config)
+
+
+@pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `drafter` and `policy`."""
     place = tmp_path_factory.mktemp("exported")
@@ -44,9 +55,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def longest_prompts(config: ClusterConfig, count: int) -> list[list[int]]:
-    """Held-out problems with the longest answers: short ones would drain the batch."""
-    heldout = load_inputs(config).heldout
+def longest_prompts(heldout: Sequence[Prompt], count: int) -> list[list[int]]:
+    """Problems with the longest answers: short ones would drain the batch."""
     return [list(p.token_ids) for p in sorted(heldout, key=lambda p: -len(p.token_ids))[: LONGER * count]][::LONGER]
 
 
@@ -55,9 +65,8 @@ def rate(calls: Sequence[Mapping[str, Any]]) -> float:
     return statistics.median(sum(len(a["ids"]) for a in c["answers"]) / c["seconds"] for c in calls[1:])
 
 
-def job_of(exported: Path, config: ClusterConfig, **more: Any) -> dict[str, Any]:
+def job_of(exported: Path, sampling: SamplingParams, **more: Any) -> dict[str, Any]:
     """Without a drafter."""
-    sampling = load_inputs(config).sampling
     return {
         "target": str(exported / "policy"), "drafter": None, "algorithm": "EAGLE", "depth": 0,
         "eos": sampling.stop_token_ids[0], "temperature": sampling.temperature, **more,
@@ -65,18 +74,16 @@ def job_of(exported: Path, config: ClusterConfig, **more: Any) -> dict[str, Any]
 
 
 def test_a_stock_engine_accepts_as_often_as_the_run_did(
-    exported: Path, save: Callable[[str, dict[str, Any]], None], tmp_path: Path
+    exported: Path, found: RunDrafter, inputs: Inputs, save: Callable[[str, dict[str, Any]], None], tmp_path: Path
 ) -> None:
     """On problems like those of the run's last steps, which it has not seen."""
-    config = read_run_drafter(Path(RUN)).config
-    strategy = config.speculation.selector
+    strategy = found.config.speculation.selector
     if not isinstance(strategy, FixedSelector) or not strategy.strategy.learned:
         pytest.skip("the run changed its strategies: its acceptance length is no chain's")
-    chain, heldout = strategy.strategy, load_inputs(config).heldout
-    prompts = [list(p.token_ids) for p in heldout[:AGREE_ON]]
+    chain, prompts = strategy.strategy, [list(p.token_ids) for p in inputs.heldout[:AGREE_ON]]
     job = job_of(
-        exported, config, prompts=prompts, batches=[len(prompts)], repeats=1,
-        max_tokens=config.rollout.sampling.max_tokens,
+        exported, inputs.sampling, prompts=prompts, batches=[len(prompts)], repeats=1,
+        max_tokens=inputs.sampling.max_tokens,
     )  # fmt: skip
     ((call,),) = (
         cell["calls"]
@@ -84,18 +91,17 @@ def test_a_stock_engine_accepts_as_often_as_the_run_did(
     )
     steps = [row for row in read_lines(Path(RUN) / METRICS)[0] if row["kind"] == "step"]
     wanted = statistics.fmean(row["acceptance_length"] for row in steps[-LAST_STEPS:])
-    found = acceptance_length(call["answers"])
-    record = {"chain": chain.depth, "prompts": len(prompts), "stock": round(found, 4), "the run's": round(wanted, 4)}
+    length = acceptance_length(call["answers"])
+    record = {"chain": chain.depth, "prompts": len(prompts), "stock": round(length, 4), "the run's": round(wanted, 4)}
     save("export_run_acceptance", record)
-    assert found == pytest.approx(wanted, rel=CLOSE), record
+    assert length == pytest.approx(wanted, rel=CLOSE), record
 
 
 def test_speed_of_a_stock_engine_with_the_run_s_drafter(
-    exported: Path, save: Callable[[str, dict[str, Any]], None], tmp_path: Path
+    exported: Path, found: RunDrafter, inputs: Inputs, save: Callable[[str, dict[str, Any]], None], tmp_path: Path
 ) -> None:
-    found = read_run_drafter(Path(RUN))
-    prompts = longest_prompts(found.config, max(BATCHES))
-    job = job_of(exported, found.config, prompts=prompts, batches=BATCHES, repeats=REPEATS, max_tokens=MAX_TOKENS)
+    prompts = longest_prompts(inputs.heldout, max(BATCHES))
+    job = job_of(exported, inputs.sampling, prompts=prompts, batches=BATCHES, repeats=REPEATS, max_tokens=MAX_TOKENS)
     cells = {0: stock_engine(job, tmp_path)}
     for depth in DEPTHS:
         cells[depth] = stock_engine({**job, "drafter": str(exported / "drafter"), "depth": depth}, tmp_path)

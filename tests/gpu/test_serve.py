@@ -23,8 +23,7 @@ from services.core.types import Prompt, SamplingParams, ServedVersions
 from services.models.tokenizer import load_tokenizer
 from tests.deploy.serving_app import Served, chunk_texts, served_here, until
 from tests.gpu.cases import CASES, case_config
-from tests.gpu.reference import Reference
-from tests.gpu.test_sglang_engine import compare_greedy
+from tests.gpu.reference import Reference, compare_greedy
 
 pytestmark = pytest.mark.timeout(580)
 

@@ -14,7 +14,7 @@ import torch
 from scipy.stats import chi2_contingency
 
 from tests.gpu.cases import CASES, SWITCHED
-from tests.gpu.reference import Reference
+from tests.gpu.reference import Reference, compare_greedy
 from tests.gpu.worker import MID_FACTOR
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all engines
@@ -26,7 +26,6 @@ KEEPING = [name for name, case in CASES.items() if "drafter.states=engine" in ca
 SWITCHING = [name for name, case in CASES.items() if case.switches]
 STRATEGIES = {"off" if d == 0 else f"eagle_{d}_1_{d + 1}" for d in SWITCHED}
 LOADING = [name for name, case in CASES.items() if case.drafter_folder]
-CLOSE_LOGITS = 0.25  # bf16 logits of about 16 are 0.0625..0.125 apart; a real fault differs by whole units
 
 
 def found(probes: Probes, case: str, probe: str) -> Any:
@@ -43,21 +42,6 @@ def found(probes: Probes, case: str, probe: str) -> Any:
 def acceptance(rollouts: list[dict[str, Any]]) -> float:
     steps = sum(sum(r["histogram"]) for r in rollouts)
     return 1 + sum(k * n for r in rollouts for k, n in enumerate(r["histogram"])) / max(1, steps)
-
-
-def compare_greedy(reference: Reference, base: list[dict[str, Any]], other: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts of equal and different outputs; margins: the target's logit gap between the two tokens that part."""
-    margins, equal = [], 0
-    for a, b in zip(base, other, strict=True):
-        at = next((t for t, (x, y) in enumerate(zip(a["ids"], b["ids"], strict=False)) if x != y), None)
-        if at is None:
-            equal += a["ids"] == b["ids"]
-            continue
-        logits = reference.logits(a["prompt_ids"], a["ids"][: at + 1])[-1]
-        margins.append(abs(float(logits[a["ids"][at]] - logits[b["ids"][at]])))
-    near = sum(m <= CLOSE_LOGITS for m in margins)
-    shown = [round(m, 4) for m in sorted(margins)]
-    return {"prompts": len(base), "equal": equal, "near_ties": near, "real": len(margins) - near, "margins": shown}
 
 
 @pytest.mark.parametrize("case", DRAFTING)

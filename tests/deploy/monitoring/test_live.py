@@ -28,10 +28,11 @@ from deploy.resuming import start_of
 from services.coordinator.telemetry.table import METRICS, sample_names
 from services.core.types import ProgressView
 from services.report.run_folder import ENDPOINT_FILE, VALUES_FILE, RunFolder
+from tests.deploy.tiny_run import generates
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
-# A phase must outlast some looks of the driver, four a second, also on a fast machine: two rollouts at a time.
+# Long phases, see generates().
 STEPS, PROMPTS, GROUP = 14, 12, 2
 # What a run without GPUs cannot feed: nobody lends memory, so there is no mean of a switch.
 EMPTY = {"{{switch}}, seconds", "{{switch}}, GB"}
@@ -68,8 +69,7 @@ class KillingFolder:
 
     def progress(self, view: ProgressView) -> None:
         self.folder.progress(view)
-        generates = view.phase == "rollout" and view.rollouts_done < view.rollouts_total
-        if view.step >= 5 and generates and not self.killed:
+        if view.step >= 5 and generates(view) and not self.killed:
             self.killed = True
             os.kill(self.processes["coordinator"], signal.SIGKILL)
 

@@ -227,14 +227,18 @@ def test_where_no_memory_may_be_mapped_both_sides_go_through_gloo(monkeypatch: p
         raise RuntimeError("CUDA error: invalid device context")
 
     monkeypatch.setattr(rendezvous, "choose_backend", lambda *_: "ipc")
-    for broken in (False, True):
-        if broken:
-            monkeypatch.setattr(mapped, "mapped", refused)
-        outbox = Outbox(CONFIG, CPU)
-        receiver = inbox(outbox)
-        for version in (1, 2):
-            assert same(fetch(receiver, outbox.hold(version, VERSION, None)), VERSION)
-        assert receiver._link is not None and receiver._link.backend == ("gloo" if broken else "ipc")
+    for broken in (None, "mapped", "exported"):
+        with monkeypatch.context() as here:
+            if broken is not None:
+                here.setattr(mapped, broken, refused)
+            outbox, started = Outbox(CONFIG, CPU), time.monotonic()
+            receiver = inbox(outbox)
+            for version in (1, 2):
+                assert same(fetch(receiver, outbox.hold(version, VERSION, None)), VERSION)
+            assert receiver._link is not None and receiver._link.backend == ("ipc" if broken is None else "gloo")
+            assert time.monotonic() - started < CONFIG.connect_timeout_s / 2, (
+                "the other side is told, and waits for no time-out"
+            )
 
 
 def test_a_look_at_the_other_side_takes_nothing_that_is_meant_for_a_transfer() -> None:
