@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from tests.e2e.gate import CLOSED, HELD_S
 from tests.e2e.two_nodes import BIN, DASHBOARD, ROOT, TwoNodes, reason_to_skip, two_nodes, wait_until
 
 SKIP = reason_to_skip()
@@ -24,12 +25,13 @@ pytestmark = [
     pytest.mark.skipif(SKIP is not None, reason=str(SKIP)),
 ]
 
-STEPS, PROMPTS, GROUP = 14, 20, 4
+STEPS, PROMPTS, GROUP = 6, 80, 4  # a phase of some seconds, so that the cut falls into it
 SETTINGS = (
     "placement.address=auto", "placement.role_labels=true", "placement.strategy=STRICT_SPREAD",
     "placement.gpus_per_slot=1", "placement.policy_gpus=1", "coordinator.start_timeout_s=150",
     f"run.steps={STEPS}", f"rollout.prompts_per_step={PROMPTS}", f"rollout.group_size={GROUP}",
     "rollout.advance_budget_s=0.1", "data.source.size=256", "run.eval_prompts=8",
+    "reward.verifier=function", "reward.function=tests.e2e.gate.score", f"reward.timeout_s={HELD_S}",
 )  # fmt: skip
 
 
@@ -50,9 +52,10 @@ class Outcome:
 class Job:
     """`ray job submit`, which follows the job's log to its end."""
 
-    def __init__(self, cluster: TwoNodes, submission_id: str, command: list[str]) -> None:
+    def __init__(self, cluster: TwoNodes, submission_id: str, command: list[str], variables: dict[str, str]) -> None:
         self.log = cluster.folder / f"{submission_id}.log"
         submit = [str(BIN / "ray"), "job", "submit", "--address", DASHBOARD, "--submission-id", submission_id]
+        submit += ["--runtime-env-json", json.dumps({"env_vars": variables})]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 cluster.network.command("head", [*submit, "--working-dir", ".", "--", *command]),
@@ -88,11 +91,14 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
-    runs = tmp_path_factory.mktemp("runs")
+    """The step in which the cable is cut lasts until the machine is back, however fast or slow this one is."""
+    runs, closed = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("gate") / "closed"
+    train = ["longtail", "train", "pocket-tiny", "--quiet", *SETTINGS, f"run.dir={runs}"]
     with two_nodes() as cluster:
-        job = Job(cluster, "partition", ["longtail", "train", "pocket-tiny", "--quiet", *SETTINGS, f"run.dir={runs}"])
+        job = Job(cluster, "partition", train, {CLOSED: str(closed)})
         run = Watched(runs, job)
         wait_until("two steps", lambda: run.steps() >= 2, 200)
+        closed.touch()
         time.sleep(1.0)  # into the rollout phase of the next one
         done = run.steps()
         cluster.network.cut("worker")
@@ -101,6 +107,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
         cluster.network.heal("worker")
         cluster.worker.restart_once_ended(120)
         wait_until("its return", lambda: lost in run.subjects("slot_returned"), 120)
+        closed.unlink()
         job.process.wait(timeout=300)
         assert run.folder is not None
         yield Outcome(job.process.returncode, job.log.read_text(), run.folder, done, lost)
