@@ -107,10 +107,9 @@ def _slots_and_actors(config: ClusterConfig, inputs: Inputs, start: Start) -> It
         plans = plan_actors(config)
         lenders = {p.slot for p in plans if p.borrows_gpu}
         lent = {slot: first_gpu(group, slot, config) for slot in sorted(s for s in lenders if s is not None)}
-        if config.placement.colocated:  # it begins with its memory released, which servers then size theirs by
-            handles.update(_start_policy(config, start, _nodes(config, group)))
-        for plan in (p for p in plans if p.name not in handles):
-            handles[plan.name] = _start(plan, config, start, group, lent)
+        nodes = _nodes(config, group)
+        for plan in plans:
+            handles[plan.name] = _start(plan, config, start, group, lent, nodes)
         # Last, so that of several that cannot start the coordinator, which waits for the others, is named last.
         handles["coordinator"] = start_coordinator(config, inputs, run_id, handles, start.takeover)
         _await_all(handles, config.coordinator.start_timeout_s)

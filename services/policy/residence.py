@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from services.models.device import free_cache
-from services.policy.sharding import like_shards_of
+from services.policy.sharding import like_shards_of, own
 
 
 class Residence:
@@ -24,57 +24,63 @@ class Residence:
         self._tensors = tensors
         self._device = device
         self._host: dict[int, Tensor] = {}  # by storage, bytes
+        self._gone: set[int] = set()  # storages that are in host memory now
         self.away = False
 
     @torch.no_grad()
     def leave(self) -> int:
         """Copy everything to host memory and give the device's memory back. Returns bytes."""
         assert not self.away
-        owned = self._owned()
-        self._host = {storage._cdata: self._room_for(storage) for storage in owned}  # none of tensors that are gone
-        for storage in owned:
-            self._host[storage._cdata].copy_(_flat(storage), non_blocking=True)
-        self._settle()
-        moved = sum(storage.nbytes() for storage in owned)
-        for storage in owned:
-            storage.resize_(0)
+        owned = {storage._cdata for storage in self._owned(self._tensors())}
+        self._host = {key: copy for key, copy in self._host.items() if key in owned}  # none of tensors that are gone
+        self.send(self._tensors())
         self.away = True
         free_cache(self._device)
-        return moved
+        return sum(copy.nbytes for copy in self._host.values())
+
+    @torch.no_grad()
+    def send(self, tensors: Iterable[Tensor]) -> None:
+        """These alone, those that left before left out: so that a trainer that begins away never has more than a part
+        of itself on the device."""
+        leaving = [storage for storage in self._owned(tensors) if storage._cdata not in self._gone]
+        for storage in leaving:
+            self._host[storage._cdata] = copy = self._room_for(storage)
+            copy.copy_(_flat(storage), non_blocking=True)
+        self._settle()
+        for storage in leaving:
+            storage.resize_(0)
+            self._gone.add(storage._cdata)
 
     @torch.no_grad()
     def come_back(self) -> int:
         """Take the device's memory again, with what it held. Returns bytes. Raises torch.OutOfMemoryError when it is
         not free; what came back then is there, and a further call goes on with the rest."""
         assert self.away
-        moved = 0
-        for storage in self._owned():
-            copy = self._host[storage._cdata]
-            if not storage.nbytes():
+        for storage in self._owned(self._tensors()):
+            if storage._cdata in self._gone:
+                copy = self._host[storage._cdata]
                 storage.resize_(copy.nbytes)
                 _flat(storage).copy_(copy, non_blocking=True)
-            moved += copy.nbytes
+                self._gone.remove(storage._cdata)
         self._settle()
         self.away = False
-        return moved
+        return sum(copy.nbytes for copy in self._host.values())
 
     def at_hand(self, tensor: Tensor) -> Tensor:
-        """`tensor` as it can be read now: while it is away, the same values in host memory."""
-        if not self.away:
-            return tensor
+        """`tensor` as it can be read and written now: while it is away, over its values in host memory."""
         if isinstance(tensor, DTensor):
             return like_shards_of(tensor, self.at_hand(tensor._local_tensor))
-        host = self._host.get(tensor.untyped_storage()._cdata)
-        if host is None:
+        key = tensor.untyped_storage()._cdata
+        if key not in self._gone:
             return tensor
-        copy = host.view(tensor.dtype)
+        copy = self._host[key].view(tensor.dtype)
         return copy.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def _owned(self) -> list[torch.UntypedStorage]:
+    def _owned(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
         """Each storage once, however many tensors share it."""
         found: dict[int, torch.UntypedStorage] = {}
-        for tensor in self._tensors():
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        for tensor in tensors:
+            local = own(tensor)
             if local.device.type == self._device.type:
                 storage = local.untyped_storage()
                 found[storage._cdata] = storage

@@ -159,7 +159,7 @@ def build_policy_service(
 ) -> PolicyService:
     """Load the policy and set this process's thread count. Raises DataError for a folder that is no usable model and
     for a checkpoint that cannot be gone on from, ConfigError for a checkpoint folder that is not there. A policy that
-    is to be sharded is read into host memory, and goes to the device layer by layer."""
+    is to be sharded, or begins away, is read into host memory, and goes to the device layer by layer."""
     torch.set_num_threads(config.policy.threads)
     spec = model_spec(read_config(model_dir(config.model.path)))
     picked = pick_device(config.model.device)
@@ -167,21 +167,19 @@ def build_policy_service(
     dtype = pick_dtype(config.model.dtype)
     compute = None if dtype == torch.float32 else dtype
     aux_layers = drafter_method(config.drafter, spec).aux_layers
-    model = load_policy_model(config.model.path, device if team.mesh is None else torch.device("cpu"))
-    if config.placement.colocated:
+    away = config.placement.colocated  # rollout servers, which have the first turn, start beside it
+    model = load_policy_model(config.model.path, device if team.mesh is None and not away else torch.device("cpu"))
+    if away:
         for parameter in model.parameters():
             parameter.data = movable(parameter.data)
     keep_states = config.drafter.states == "policy" and config.speculation.learned  # else nobody learns from them
-    trainer = PolicyTrainer(model, config.policy, clock, compute, aux_layers, keep_states, team, device)
+    trainer = PolicyTrainer(model, config.policy, clock, compute, aux_layers, keep_states, team, device, away)
     writer, restored = None, None
     if checkpoints is not None:
         writer = _writer(checkpoints.folder) if team.leads else None
         restored = None if checkpoints.start is None else restore(checkpoints.start, trainer, spec)
         trainer.version = max(trainer.version, checkpoints.least_version)
-    service = PolicyService(trainer, spec, dtype, writer, restored, clock)
-    if config.placement.colocated:
-        service.switch_memory(True)  # rollout servers, which have the first turn, start behind it
-    return service
+    return PolicyService(trainer, spec, dtype, writer, restored, clock)
 
 
 def _writer(folder: Path) -> CheckpointWriter:

@@ -17,9 +17,10 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from services.config.policy import PolicyConfig
@@ -35,7 +36,7 @@ from services.policy.loss import kl_to_reference, policy_loss, token_weights
 from services.policy.packs import Pack, make_packs
 from services.policy.recompute import recompute_layers
 from services.policy.residence import Residence
-from services.policy.sharding import placed_like, shard, whole
+from services.policy.sharding import own, place, placed_like, shard, whole
 from services.policy.surrogate import token_terms
 from services.policy.tally import Tally
 from services.policy.team import ALONE, Team
@@ -77,7 +78,8 @@ class _FirstPass:
 class PolicyTrainer:
     """Owns the policy's weights in float32 and AdamW's state. `compute` is the forward's dtype, None for float32;
     `aux_layers` are those whose outputs the drafter reads beside the last hidden state (EAGLE-3); without `keep_states`
-    a step yields none.
+    a step yields none. `away`: it begins with its memory released, see `residence`, and is built without ever having
+    more than a part of the model on the device, which `model` is not on then.
 
     Of a `team` each worker has a trainer of its own and makes every call with the same arguments; `device` is where it
     computes. What a step yields is whole for the one that leads."""
@@ -92,6 +94,7 @@ class PolicyTrainer:
         keep_states: bool = True,
         team: Team = ALONE,
         device: torch.device | None = None,
+        away: bool = False,
     ) -> None:
         # eval: no dropout, or the trainer's logprobs would not be the engine's
         model.train(False)
@@ -108,14 +111,19 @@ class PolicyTrainer:
         self._reference = Scorer(_frozen_copy(model)) if config.kl_coef > 0 else None
         if config.activation_checkpointing:
             recompute_layers(model)
-        if team.mesh is not None:
-            for scorer in filter(None, (self._scorer, self._reference)):
-                shard(scorer, team, compute)
+        self.residence = Residence(self._tensors, self.device)
+        placed = partial(_send, self.residence) if away else _stay
+        for scorer in filter(None, (self._scorer, self._reference)):
+            if team.mesh is not None:
+                shard(scorer, team, compute, placed)
+            else:
+                place(scorer, self.device, placed)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             _decay_groups(self._parameters, config.weight_decay), lr=config.learning_rate, betas=config.betas
         )
-        self.residence = Residence(self._tensors, self.device)
+        if away:
+            self.residence.leave()
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -142,15 +150,17 @@ class PolicyTrainer:
         weights = {n.removeprefix("policy/"): t for n, t in state.items() if n.startswith("policy/")}
         check_tensors(weights, {name: tuple(p.shape) for name, p in named.items()}, "policy checkpoint")
         for name, parameter in named.items():
-            parameter.copy_(placed_like(parameter, weights[name]))
+            there = self.residence.at_hand(parameter.detach())
+            own(there).copy_(own(placed_like(there, weights[name])))
             kept = {
                 n.split("/")[1]: t for n, t in state.items() if n.startswith("optimizer/") and n.endswith(f"/{name}")
             }
             if kept:
                 # AdamW keeps its step count on the CPU, its moments where the weight is
-                self._optimizer.state[parameter] = {
-                    key: t.clone() if key == "step" else placed_like(parameter, t) for key, t in kept.items()
-                }
+                moments = {key: placed_like(parameter, t) for key, t in kept.items() if key != "step"}
+                self._optimizer.state[parameter] = {"step": kept["step"].clone(), **moments}
+                if self.residence.away:
+                    self.residence.send(moments.values())
         self.version = version
 
     def train_step(self, batch: TrainBatch) -> PolicyStep:
@@ -308,6 +318,13 @@ def _decay_groups(parameters: Sequence[torch.nn.Parameter], weight_decay: float)
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
+
+
+def _send(residence: Residence, module: nn.Module) -> None:
+    residence.send(module.parameters())
+
+
+def _stay(module: nn.Module) -> None: ...
 
 
 def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from services.config.policy import Dapo, PolicyConfig
 from services.core.types import AcceptanceStats, FinishReason, PolicyStepReport, Rollout, SamplingParams, TrainBatch
 from services.models.hidden import HiddenStates
-from services.policy.sharding import whole
+from services.policy.sharding import own, whole
 from services.policy.team import ALONE, Team, joined_team
 from services.policy.trainer import PolicyTrainer
 
@@ -77,15 +77,16 @@ def batch(step: int, spoiled: bool = False) -> TrainBatch:
     return TrainBatch(step, rollouts, ADVANTAGES)
 
 
-def new_trainer(case: Case, team: Team = ALONE) -> PolicyTrainer:
+def new_trainer(case: Case, team: Team = ALONE, away: bool = False) -> PolicyTrainer:
     ticks = itertools.count()
     policy = PolicyConfig(**{"algorithm": Dapo(), "learning_rate": 0.01, **case.policy})
     model = new_model(case.tied)
-    made = PolicyTrainer(model, policy, lambda: float(next(ticks)), case.compute, case.aux_layers, True, team)
+    clock = lambda: float(next(ticks))  # noqa: E731
+    made = PolicyTrainer(model, policy, clock, case.compute, case.aux_layers, True, team, away=away)
     if made._reference is not None:  # away from the policy, so that KL counts
         with torch.no_grad():
             for p in made._reference.parameters():
-                p.mul_(1.02)
+                own(made.residence.at_hand(p.detach())).mul_(1.02)
     return made
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -55,6 +56,45 @@ def staying(team: Team = ALONE) -> dict[str, Any]:
     return found
 
 
+def beginning(team: Team = ALONE) -> dict[str, Any]:
+    """One trainer that begins away, and goes on as an earlier one; another is given that one's state while away."""
+    made = new_trainer(WITH_REFERENCE, team, away=True)
+    found: dict[str, Any] = {"held": [held(made)], "states": [made.state()], "losses": []}
+    made.residence.come_back()
+    for number in range(1, STEPS):
+        found["losses"].append(made.train_step(batch(number)).report.loss)
+    state, resumed = made.state(), new_trainer(WITH_REFERENCE, team, away=True)
+    resumed.load_state(everybodys(team, state), made.version)
+    found["held"].append(held(resumed))
+    found["states"].append(resumed.state())
+    resumed.residence.come_back()
+    found["losses"].append(resumed.train_step(batch(STEPS)).report.loss)
+    found["states"].append(resumed.state())
+    return found
+
+
+def everybodys(team: Team, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of the worker that leads, which alone has it: a checkpoint is read by all."""
+    shared: list[Any] = [state]
+    if team.size > 1:
+        dist.broadcast_object_list(shared, src=0)
+    return dict(shared[0])
+
+
+def first_state(team: Team = ALONE) -> dict[str, Tensor]:
+    return new_trainer(WITH_REFERENCE, team).state()
+
+
+def check_beginning(begun: dict[str, Any], first: dict[str, Tensor], stayed: dict[str, Any]) -> None:
+    assert begun["losses"] == stayed["losses"]
+    for state, other in zip(begun["states"], [first, *stayed["states"][-2:]], strict=True):
+        assert equal(state, other)
+
+
+def beginning_and_staying(team: Team) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
+    return beginning(team), first_state(team), staying(team)
+
+
 def both(team: Team) -> tuple[dict[str, Any], dict[str, Any]]:
     return commuting(team), staying(team)
 
@@ -81,6 +121,31 @@ def test_shards_of_two_workers_leave_and_come_back(tmp_path: Path) -> None:
     (away, stayed), (second, _) = in_team(2, tmp_path, both)
     check(away, stayed)
     assert all(before == moved and left == 0 for before, moved, left in second["bytes"])
+
+
+def test_one_that_begins_away_and_one_that_is_restored_away_are_the_same_trainer() -> None:
+    begun = beginning()
+    check_beginning(begun, first_state(), staying())
+    assert begun["held"] == [0, 0], "nothing of it has been on the device when it is built"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_shards_of_two_workers_begin_away(tmp_path: Path) -> None:
+    first, second = in_team(2, tmp_path, beginning_and_staying)
+    check_beginning(*first)
+    assert first[0]["held"] == second[0]["held"] == [0, 0]
+
+
+def test_what_has_left_ahead_is_not_copied_again_and_comes_back_with_the_rest() -> None:
+    ahead, rest = torch.ones(4), torch.full((4,), 2.0)
+    house = Residence(lambda: [ahead, rest], CPU)
+    house.send([ahead])
+    assert not ahead.untyped_storage().nbytes() and rest.tolist() == [2.0] * 4
+    house.at_hand(ahead)[0] = 5.0
+    assert house.leave() == ahead.numel() * 4 + rest.numel() * 4
+    house.come_back()
+    assert ahead.tolist() == [5.0, 1.0, 1.0, 1.0] and rest.tolist() == [2.0] * 4
 
 
 def test_tensors_that_share_memory_are_moved_once_and_still_share_it() -> None:
@@ -119,7 +184,7 @@ def test_host_memory_of_tensors_that_are_gone_is_given_up() -> None:
 def test_what_is_not_on_the_device_stays_where_it_is() -> None:
     tensor = torch.ones(3)
     house = Residence(lambda: [tensor], torch.device("cuda"))
-    assert list(house._owned()) == []
+    assert list(house._owned([tensor])) == []
 
 
 def test_a_tensor_of_a_file_that_is_read_in_place_is_copied(tmp_path: Path) -> None:
