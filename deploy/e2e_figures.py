@@ -49,6 +49,7 @@ def result(
         "step_s": {mode: round(s, 4) for mode, s in seconds.items()},
         "speedup": {mode: round(off / s, 4) for mode, s in seconds.items()} if off else {},
         "speedup_range": _ranges(runs, modes),
+        "speedup_same_steps": {mode: round(r, 4) for mode in modes if (r := _same_steps(runs, mode)) is not None},
         "modes": {mode: _figures(runs, mode) for mode in modes},
         "rewards_agree": {m: agreement(runs, m, len(modes)) for m in modes if m != "off" and _pairs(runs, m)},
         "unfinished": unfinished,
@@ -91,6 +92,15 @@ def _ranges(runs: Sequence[Run], modes: Sequence[str]) -> dict[str, list[float]]
     off = of("off")
     ratios = {mode: [off[seed] / s for seed, s in of(mode).items() if seed in off] for mode in modes}
     return {mode: [round(min(r), 4), round(max(r), 4)] for mode, r in ratios.items() if r}
+
+
+def _same_steps(runs: Sequence[Run], mode: str) -> float | None:
+    """Seconds of `off` over those of `mode`, each summed over the counted steps that both have. Of one seed these have
+    the same prompts, so that a step whose problems are long weighs in both; a median of few steps may be of another."""
+    off = {(r.seed, m.step): step_s(m) for r in runs if r.mode == "off" for m in r.counted}
+    own = {(r.seed, m.step): step_s(m) for r in runs if r.mode == mode for m in r.counted}
+    both = off.keys() & own.keys()
+    return sum(off[at] for at in both) / sum(own[at] for at in both) if both else None
 
 
 def agreement(runs: Sequence[Run], mode: str, tests: int) -> dict[str, Any]:
@@ -138,13 +148,13 @@ def run_line(run: Run) -> str:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    head = f"{'mode':<8}{'step s':>8}{'x off':>7}{'rollout':>9}{'policy':>8}{'publish':>9}{'tokens/s':>10}{'accept':>8}"
-    lines = [head + f"{'idle s':>8}{'reclaimed':>11}{'rewards differ, p':>19}"]
+    head = f"{'mode':<8}{'step s':>8}{'x off':>7}{'same':>7}{'rollout':>9}{'policy':>8}{'publish':>9}{'tokens/s':>10}"
+    lines = [head + f"{'accept':>8}{'idle s':>8}{'reclaimed':>11}{'rewards differ, p':>19}"]
     for mode, row in found["modes"].items():
-        faster = _or_dash(found["speedup"].get(mode))
+        faster, same = (_or_dash(found[key].get(mode)) for key in ("speedup", "speedup_same_steps"))
         p = found["rewards_agree"].get(mode, {}).get("p", "-")
         lines.append(
-            f"{mode:<8}{found['step_s'][mode]:>8.2f}{faster:>7}{row['rollout_s']:>9.2f}{row['policy_s']:>8.2f}"
+            f"{mode:<8}{found['step_s'][mode]:>8.2f}{faster:>7}{same:>7}{row['rollout_s']:>9.2f}{row['policy_s']:>8.2f}"
             f"{row['publish_s']:>9.2f}{row['tokens_per_s']:>10.0f}{_or_dash(row['acceptance_length']):>8}"
             f"{row['idle_s']:>8.2f}{row['reclaimed_share']:>11.0%}{p:>19}"
         )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,8 +79,21 @@ def test_a_run_that_ended_early_counts_as_far_as_it_came(tmp_path: Path) -> None
 def test_without_off_there_is_no_speedup(tmp_path: Path) -> None:
     config = tiny_run(make_model_folder(tmp_path), tmp_path)
     found = result(config, [a_run("full", 0, 1.0, [0.1, 0.2])], ("off", "full"), None, True)
-    assert found["speedup"] == {} and found["rewards_agree"] == {}
-    assert table(found).splitlines()[1].split()[:3] == ["full", "2.00", "-"]
+    assert found["speedup"] == found["speedup_same_steps"] == {} and found["rewards_agree"] == {}
+    assert table(found).splitlines()[1].split()[:4] == ["full", "2.00", "-", "-"]
+
+
+def test_steps_with_the_same_prompts_are_compared_where_medians_are_of_others(tmp_path: Path) -> None:
+    """Problems of the third step are long; the run in mode full ended before the fourth, which is short."""
+    config = tiny_run(make_model_folder(tmp_path), tmp_path)
+    off, full = (a_run(mode, 0, 3.0, [0.1] * 4) for mode in ("off", "full"))
+
+    def lasting(run: Run, rollout_s: Sequence[float]) -> Run:
+        return replace(run, steps=tuple(replace(m, rollout_s=s) for m, s in zip(run.steps, rollout_s, strict=False)))
+
+    found = result(config, [lasting(off, (9, 1, 19, 1)), lasting(full, (9, 1, 9))], ("off", "full"), None, False)
+    assert found["speedup_same_steps"] == {"off": 1.0, "full": round((2 + 20) / (2 + 10), 4)}
+    assert found["speedup"]["full"] < 1, "the medians are of a short step and of half a long one"
 
 
 def test_a_real_run_in_two_modes(tmp_path: Path) -> None:
