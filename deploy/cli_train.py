@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.cli_shared import interrupt_on_sigterm
+from deploy.console import CONSOLE
 from deploy.inputs import load_inputs, needs_drafter
 from deploy.progress import ProgressDisplay
 from deploy.resuming import Start, go_back_in, start_of
@@ -21,6 +22,7 @@ from deploy.uploading import bring, uploading
 from services.config.schema import ClusterConfig
 from services.coordinator.observer import Fanout
 from services.core.errors import DataError, NothingTrainedError
+from services.core.types import RunEvent
 from services.drafter.export import write_drafter_folder
 from services.models.files import GROWN_FILE, model_dir, read_config, read_grown
 from services.models.layers import model_spec
@@ -111,7 +113,13 @@ def _run(config: ClusterConfig, folder: RunFolder, start: Start) -> dict[str, An
         write_drafter_folder(tensors, method, target, folder.drafter_dir, _micro_steps(folder.path))
 
     after_step = len(start.takeover.steps) if start.takeover else 0
-    observer: Any = Fanout(folder, start_tracking(config, folder.path, after_step))  # type: ignore[arg-type]
+
+    def tell(event: RunEvent) -> None:
+        folder.event(event)
+        CONSOLE.print(f"warning: {event.subject}: {event.message}")
+
+    tracking: Any = start_tracking(config, folder.path, after_step, tell)
+    observer: Any = Fanout(folder, tracking)
     if config.placement.mode == "local":
         from deploy.local import run_local
 
