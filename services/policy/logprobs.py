@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from services.models.capture import target_states
+from services.models.packed import use_packed_attention
 from services.models.sampling import process_logits
 from services.policy.packs import Pack
 
@@ -32,26 +33,23 @@ class Scores(NamedTuple):
 
 
 class Scorer(nn.Module):
-    """The policy as a module whose forward is the whole of `score`: sharded weights are gathered by hooks around a
-    module's forward, and transformers' own would be called for its decoder alone."""
+    """The policy, with packed attention, as a module whose forward is the whole of scoring: sharded weights are gathered
+    by hooks around a module's forward, and transformers' own would be called for its decoder alone."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
+        use_packed_attention(model)
         self.model = model
 
     def forward(self, pack: Pack, aux_layers: Sequence[int] = ()) -> Scores:
-        return score(self.model, pack, aux_layers)
-
-
-def score(model: PreTrainedModel, pack: Pack, aux_layers: Sequence[int] = ()) -> Scores:
-    """One forward pass of transformers' own model class over a pack; the LM head runs on response positions only."""
-    hidden, aux = target_states(
-        model.base_model, aux_layers, input_ids=pack.ids, attention_mask=pack.mask, position_ids=pack.positions
-    )
-    predicting = hidden.flatten(0, 1).index_select(0, pack.at)
-    logits = model.lm_head(predicting)
-    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    return _score_logits(logits, pack, hidden, aux)
+        """One pass of transformers' own model class over a pack; the LM head runs on response positions only."""
+        hidden, aux = target_states(
+            self.model.base_model, aux_layers, input_ids=pack.ids, position_ids=pack.positions, spans=pack.spans
+        )
+        predicting = hidden.flatten(0, 1).index_select(0, pack.at)
+        logits = self.model.lm_head(predicting)
+        logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        return _score_logits(logits, pack, hidden, aux)
 
 
 def _score_logits(logits: Tensor, pack: Pack, hidden: Tensor, aux: Tensor | None) -> Scores:

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from services.core.types import Rollout
-from services.models.packing import RowLayout, RowPlan, additive, block_causal, fill_rows, plan_rows, row_layout
+from services.models.packed import Spans, spans_of
+from services.models.packing import RowLayout, RowPlan, fill_rows, plan_rows, row_layout
 from services.models.sampling import SamplingTensors, sampling_tensors
 
 
 @dataclass(frozen=True)
 class Pack:
-    """ids, positions [R,W] and additive mask [R,1,W,W] for the model; the rest is flat over the N response tokens:
-    `at` indexes the flattened [R*W] position whose output predicts `token_ids`, `segments` counts the members."""
+    """ids, positions [R,W] and the sequences' spans for the model; the rest is flat over the N response tokens: `at`
+    indexes the flattened [R*W] position whose output predicts `token_ids`, `segments` counts the members."""
 
     members: tuple[int, ...]  # indices into the batch's rollouts
     lengths: tuple[int, ...]
@@ -25,7 +26,7 @@ class Pack:
     layout: RowLayout
     ids: Tensor
     positions: Tensor
-    mask: Tensor
+    spans: Spans
     at: Tensor
     token_ids: Tensor
     segments: Tensor
@@ -87,15 +88,15 @@ def own_plans(plans: Sequence[RowPlan], rank: int, size: int) -> list[RowPlan | 
 def empty_pack(device: torch.device, dtype: torch.dtype) -> Pack:
     """One position and no response token: a loss of 0 whose gradient is 0, from a whole forward and backward pass."""
     place, index = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64, device=device)
-    value = torch.zeros(0, dtype=dtype, device=device)
+    value, layout = torch.zeros(0, dtype=dtype, device=device), row_layout(RowPlan(((),), 1), [])
     return Pack(
         members=(),
         lengths=(),
         prompt_lengths=(),
-        layout=row_layout(RowPlan(((),), 1), []),
+        layout=layout,
         ids=place.to(device),
         positions=place.to(device),
-        mask=torch.zeros(1, 1, 1, 1, dtype=dtype, device=device),
+        spans=spans_of(layout, (), device),
         at=index,
         token_ids=index,
         segments=index,
@@ -134,7 +135,7 @@ def _make_pack(
         layout=layout,
         ids=fill_rows(layout, [torch.tensor((*r.prompt_ids, *r.response_ids)) for r in own]).to(device),
         positions=layout.positions.to(device),
-        mask=additive(block_causal(layout), dtype).to(device),
+        spans=spans_of(layout, lengths, device),
         at=torch.cat(at).to(device),
         token_ids=torch.tensor([t for r in own for t in r.response_ids]).to(device),
         segments=torch.arange(len(own)).repeat_interleave(counts).to(device),

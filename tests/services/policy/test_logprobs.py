@@ -5,7 +5,7 @@ import torch
 
 from services.core.types import SamplingParams
 from services.models.sampling import process_logits, sampling_tensors
-from services.policy.logprobs import score
+from services.policy.logprobs import Scorer
 from services.policy.packs import make_packs
 
 CPU = torch.device("cpu")
@@ -20,9 +20,9 @@ def packs_of(rollouts, budget, dtype=torch.float32):
 
 def scored(model, rollouts, budget):
     """Per rollout: (logprobs, hidden) from packed forwards."""
-    found = {}
+    found, scorer = {}, Scorer(model)
     for pack in packs_of(rollouts, budget, model.dtype):
-        scores = score(model, pack)
+        scores = scorer(pack)
         at = 0
         for i, length, (row, column) in zip(pack.members, pack.lengths, pack.layout.starts, strict=True):
             count = len(rollouts[i].response_ids)
@@ -33,6 +33,7 @@ def scored(model, rollouts, budget):
 
 @torch.no_grad()
 def one_by_one(model, rollout):
+    model.set_attn_implementation("sdpa")
     ids = torch.tensor([(*rollout.prompt_ids, *rollout.response_ids)])
     out = model(input_ids=ids, use_cache=False, output_hidden_states=True)
     start = len(rollout.prompt_ids)
@@ -78,7 +79,7 @@ def test_gradient_stays_in_the_sequence(make_model, make_rollout) -> None:
     embeds = {}
     handle = model.model.embed_tokens.register_forward_hook(lambda m, i, out: embeds.update(x=out) or out.retain_grad())
     pack = packs_of([make_rollout(0, 4, 30), make_rollout(1, 3, 9), make_rollout(2, 4, 10)], 4096)[0]
-    scores = score(model, pack)
+    scores = Scorer(model)(pack)
     handle.remove()
     assert pack.members == (0, 2, 1) and pack.layout.starts[1][0] == pack.layout.starts[2][0]
     scores.logprobs[30:40].sum().backward()  # the ten response tokens of the second member
@@ -117,7 +118,7 @@ def test_mixed_sampling_in_one_pack_and_finite_full_logprobs(make_model, make_ro
     model = make_model()
     kinds = [SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(top_k=1), SamplingParams(temperature=2)]
     rollouts = [make_rollout(i, 4, 8, sampling=s) for i, s in enumerate(kinds)]
-    scores = score(model, packs_of(rollouts, 4096)[0])
+    scores = Scorer(model)(packs_of(rollouts, 4096)[0])
     assert torch.isfinite(scores.full_logprobs).all() and torch.isfinite(scores.entropy).all()
     assert not torch.isnan(scores.logprobs).any() and (scores.logprobs == -torch.inf).any()
     for i, (logprobs, _) in scored(model, rollouts, 4096).items():

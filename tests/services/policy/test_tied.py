@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from services.config.policy import Dapo, PolicyConfig
 from services.core.types import PolicyStepReport, Rollout, TrainBatch
-from services.policy.logprobs import score
+from services.policy.logprobs import Scorer
 from services.policy.packs import make_packs
 from services.policy.service import load_policy_model
 from services.policy.trainer import PolicyTrainer
@@ -77,7 +77,7 @@ def test_an_end_inside_a_prompt_hides_nothing(make_model, make_rollout, kind: st
     ids, response = (5, END, 6, END, 7), (8, END, 9, END)
     rollout = make_rollout(0, prompt_ids=ids, response_ids=response, rollout_logprobs=(-2.0,) * 4)
     (pack,) = make_packs([rollout, make_rollout(1, 9, 9)], [1.0, -1.0], [1.0, 1.0], [0, 1], 64, CPU)
-    scored = score(model, pack).logprobs[pack.segments == pack.members.index(0)]
+    scored = Scorer(model)(pack).logprobs[pack.segments == pack.members.index(0)]
     logits = model(input_ids=torch.tensor([[*ids, *response]])).logits[0, len(ids) - 1 : -1]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
     assert torch.allclose(scored, expected, atol=1e-5)
