@@ -114,7 +114,7 @@ def bench_e2e(
     static: Annotated[str | None, typer.Option(metavar="NAME", help="Of mode static, instead of trying all.")] = None,
     trial_steps: Annotated[int, typer.Option(min=1, help="Of looking for the best fixed strategy.")] = 2,
     on_ray: Annotated[bool, typer.Option("--ray", help="On Ray, by the clock, also on a CPU.")] = False,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write steps, figures and a drawing here.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write steps, run folders and figures here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
     """One GRPO run in every mode of speculation: seconds of a step, and whether the rewards agree."""
