@@ -15,9 +15,11 @@ from typing import Any
 
 from deploy.provenance import provenance
 from deploy.simulator_table import HEAD, by_run, compared, summary, table
-from services.simulator.recorded import basis_of, check_alike, predicted
+from services.simulator.recorded import basis_of, check_alike, most_at_once, predicted
 from services.simulator.run_record import read_run
 from services.speculation.cost_table import CostPoint
+
+BEYOND = 1.25  # times as many requests at once as were seen: from there on costs are told to be a guess
 
 
 def run_recorded(
@@ -31,9 +33,14 @@ def run_recorded(
     basis = basis_of(read)
     say(f"costs from {len(basis.points)} stretches of {basis.used} of {basis.seen} servers' steps; root mean square of "
         f"the fit's relative errors: {basis.table.spread:.3f}")  # fmt: skip
+    wanted = [known[folder] for folder in dict.fromkeys(f.resolve() for f in folders)]
+    for run in wanted:
+        if most_at_once(run) > BEYOND * basis.most:
+            say(f"{run.name} runs up to {most_at_once(run)} requests at once; what so many cost is a guess, seen were "
+                f"up to {basis.most}: name a run with as many in --from")  # fmt: skip
     say(HEAD)
     rows = list[dict[str, Any]]()
-    for run in (known[folder] for folder in dict.fromkeys(f.resolve() for f in folders)):
+    for run in wanted:
         about = {"run": run.name, "fitted": any(run is other for other in read)}
         real = [step.metrics for step in run.steps]
         rows += compared(run.mode, run.config.rollout.num_servers, real, predicted(run, basis), say, **about)

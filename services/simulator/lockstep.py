@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
-from math import ceil
+from math import ceil, log
 
 from services.speculation.cost_table import CostPoint, CostTable
 from services.speculation.round import RoundView
@@ -30,6 +30,7 @@ from services.speculation.strategy import DraftStrategy
 
 SPAN = 10.0
 MIN_ROUNDS = 8
+WIDE, WIDE_CONTEXT = 1.15, 1.5  # sizes within such a factor are about one: running requests, tokens of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +135,27 @@ def joined(found: Sequence[Gap], late_s: float) -> list[Gap]:
     return whole
 
 
+def pooled(found: Iterable[Gap]) -> list[Gap]:
+    """Those of about one size as one, of whatever step: a machine has slow moments, and a fit to relative errors, which
+    believes short times more than long ones, would come out too low by the square of their spread."""
+    alike: dict[tuple[int, int], Gap] = {}
+    for gap in found:
+        place = round(log(gap.running, WIDE)), round(log(max(1.0, gap.context / gap.running), WIDE_CONTEXT))
+        alike[place] = alike[place].joined(gap) if place in alike else gap
+    return list(alike.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Until the first end: `tokens` of prompts, each group's once, and `seconds` with `rounds` that cost as a table
-    says."""
+    """Until the first end: prefills of `tokens` of prompts, each group's once, and `rounds`, whose seconds are those of
+    both."""
 
     tokens: int
-    seconds: float
     rounds: Gap
 
     def prefill_s(self, strategy: DraftStrategy, table: CostTable) -> float:
-        return self.seconds - self.rounds.rounds * table.seconds(strategy, self.rounds.view).total
+        """What rounds that cost as the table says leave."""
+        return self.rounds.seconds - self.rounds.rounds * table.seconds(strategy, self.rounds.view).total
 
 
 def beginning(responses: Sequence[Response], rules: Rules) -> Beginning:
@@ -152,7 +163,7 @@ def beginning(responses: Sequence[Response], rules: Rules) -> Beginning:
     seconds = first_s - min(r.started_s for r in responses)
     prompts = {r.group_id: r.prompt_tokens for r in responses}
     rounds = Gap(first, seconds, len(responses), _read(responses, first / 2, rules.dense))
-    return Beginning(sum(prompts.values()), seconds, rounds)
+    return Beginning(sum(prompts.values()), rounds)
 
 
 def by_server(responses: Iterable[Response]) -> Iterator[tuple[Response, ...]]:

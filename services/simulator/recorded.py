@@ -31,12 +31,14 @@ from services.simulator.law import Law, position_rates
 from services.simulator.learning import POSITIONS, GivenAcceptance
 from services.simulator.lockstep import (
     Beginning,
+    Gap,
     Rules,
     beginning,
     by_server,
     gaps,
     joined,
     lockstep,
+    pooled,
 )
 from services.simulator.run_record import RecordedRun
 from services.simulator.scenario import Recorded, Scenario, Seconds
@@ -63,11 +65,22 @@ class Basis:
     used: int
     seen: int
 
+    @property
+    def most(self) -> int:
+        """Requests at once, of what was seen."""
+        return max(point.view.running for point in self.points)
+
     def prefill_rate(self, run: RecordedRun) -> float:
         """Of a run that drafts otherwise: with the mean seconds of all."""
         own = self.prefill.get(run.mode)
         per_token = [1 / rate for rate in ([own] if own is not None else self.prefill.values())]
         return 1 / mean(per_token) if any(per_token) else math.inf
+
+
+def most_at_once(run: RecordedRun) -> int:
+    """Requests that a server had in a step, as many as fit."""
+    most = max(len(own) for step in run.steps for own in by_server(step.responses))
+    return min(most, run.config.rollout.engine.max_running)
 
 
 def rules_of(config: ClusterConfig) -> Rules:
@@ -100,19 +113,31 @@ def _kind(config: ClusterConfig) -> dict[str, Any]:
 
 def basis_of(runs: Sequence[RecordedRun]) -> Basis:
     """Raises DataError when a run has several strategies, or when nothing of all of them is in lockstep."""
-    points, starts, seen = list[CostPoint](), list[tuple[DraftStrategy, Beginning]](), 0
+    found, starts, seen = dict[DraftStrategy, list[Gap]](), list[tuple[DraftStrategy, Beginning]](), 0
     for run in runs:
         strategy, rules = _only_strategy(run), rules_of(run.config)
         for step in run.counted:
             for own in by_server(step.responses):
                 seen += 1
                 if not step.disturbed and lockstep(own, rules):
-                    points += [g.point(strategy) for g in joined(gaps(own, rules), rules.late_s)]
+                    found.setdefault(strategy, []).extend(joined(gaps(own, rules), rules.late_s))
                     starts.append((strategy, beginning(own, rules)))
+    points = [gap.point(strategy) for strategy, own in found.items() for gap in pooled(own)]
     if not points:
         raise DataError(_no_points(runs, bool(starts)))
-    table = CostTable.fit(points)
+    table = _fitted(points, starts)
     return Basis(table, _prefill(starts, table), seconds_of(runs), tuple(points), len(starts), seen)
+
+
+def _fitted(points: Sequence[CostPoint], starts: Sequence[tuple[DraftStrategy, Beginning]]) -> CostTable:
+    """Full batches run until the first end only, so that their costs continue a line. Where it rises beyond what was
+    recorded there, with the prefill, that counts as measured too."""
+    table, longest = CostTable.fit(points), list[CostPoint]()
+    for strategy in dict.fromkeys(strategy for strategy, _ in starts):
+        own = pooled(start.rounds for other, start in starts if other == strategy)
+        longest += [gap.point(strategy) for gap in own]
+    beyond = [p for p in longest if table.seconds(p.strategy, p.view).total > p.total]
+    return CostTable.fit([*points, *beyond]) if beyond else table
 
 
 def _only_strategy(run: RecordedRun) -> DraftStrategy:

@@ -60,6 +60,15 @@ def test_a_run_counts_once_whatever_it_is_called(folders: dict[str, Path], monke
     assert [(r["run"], r["fitted"]) for r in found["runs"]] == [(found["from"][0], True)]
 
 
+def test_more_requests_at_once_than_were_seen_are_told(folders: dict[str, Path]) -> None:
+    told = list[str]()
+    run_recorded([folders["off"]], [folders["off-2"]], told.append)
+    assert not [line for line in told if "is a guess" in line]
+    small = record(lockstep_cluster(groups=4), known_world(), folders["off"].parent / "small")
+    run_recorded([small], [folders["off"]], told.append)
+    assert [line.partition(": ")[2] for line in told if "is a guess" in line] == ["name a run with as many in --from"]
+
+
 def test_one_option_without_the_other_is_refused(folders: dict[str, Path]) -> None:
     done = bench("--from", str(folders["off"]))
     assert done.exit_code == 2 and "--runs names no run folder: give --from runs of mode off or static" in done.stderr

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from services.simulator.lockstep import (
     MIN_ROUNDS,
     SPAN,
+    Gap,
     Response,
     Rules,
     beginning,
@@ -17,6 +18,7 @@ from services.simulator.lockstep import (
     gaps,
     joined,
     lockstep,
+    pooled,
 )
 from services.speculation.cost_table import CostTable
 from services.speculation.round import RoundView
@@ -99,6 +101,16 @@ def test_what_spans_less_tells_nothing() -> None:
 def test_what_is_left_at_the_end_goes_to_the_last() -> None:
     found = joined(gaps(served([10, 20, 24], [0.0, 3.0, 2.0, 1.0]), RULES), 0.0)
     assert [(g.rounds, g.seconds) for g in found] == [(14, pytest.approx(10 * 2.0 + 4 * 3.0))]
+
+
+def test_gaps_of_one_size_are_one_by_their_rounds() -> None:
+    """Otherwise a slow moment, once in a while, would count for less than it took."""
+    quick, slow, other = Gap(90, 0.9, 8.0, 800.0), Gap(10, 0.5, 8.2, 850.0), Gap(30, 0.1, 2.0, 200.0)
+    first, second = pooled([quick, other, slow])
+    assert (first.rounds, first.seconds, second) == (100, pytest.approx(1.4), other)
+    assert first.running == pytest.approx(8.02) and first.context == pytest.approx(805)
+    longer = replace(quick, context=8000.0)
+    assert pooled([quick, longer]) == [quick, longer], "of much longer contexts"
 
 
 def test_who_is_not_in_lockstep_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from services.simulator.recorded import (
 from services.simulator.run_record import FORWARD, RecordedRun, RecordedStep, read_run
 from services.simulator.world import build_inputs
 from services.speculation.cost_table import CostTable
+from services.speculation.round import RoundView
 from services.speculation.strategy import OFF, draft_strategy
 from tests.services.simulator.worlds import CHAINS, chain_of, known_world, lockstep_cluster, record
 
@@ -41,6 +43,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, RecordedRun]:
         "off-2": lockstep_cluster(2), "chain3-2": chain_of(3, 2), "full-2": lockstep_cluster(2, "full"),
     }  # fmt: skip
     return {name: read_run(record(wanted[name], known_world(), folder / name)) for name in wanted}
+
+
+def on_gpus(config: ClusterConfig, **placement: Any) -> ClusterConfig:
+    tree = config.model_dump()
+    tree["placement"] |= {"gpus_per_slot": 1.0, "policy_gpus": 1.0, **placement}
+    tree["rollout"]["engine"] = {"type": "sglang", "max_running": 32, "release_memory": True}
+    return ClusterConfig.model_validate(tree)
 
 
 def means(steps: list[StepMetrics]) -> tuple[float, float]:
@@ -75,6 +84,33 @@ def test_other_runs_of_the_world_are_predicted(runs: Mapping[str, RecordedRun], 
     real, found = [s.metrics for s in run.steps], predicted(run, basis)
     assert [m.response_tokens for m in found] == [m.response_tokens for m in real]
     assert means(found) == (pytest.approx(means(real)[0], rel=0.05), pytest.approx(means(real)[1], rel=0.05))
+
+
+def test_ends_that_are_seen_late_do_no_harm(tmp_path: Path) -> None:
+    """As SGLang's are: by up to a tenth of a second, a dozen rounds."""
+    assumed, rng = replace(known_world(), dense=False), random.Random(0)
+    run = read_run(record(on_gpus(lockstep_cluster()), assumed, tmp_path / "one"))
+    other = read_run(record(on_gpus(lockstep_cluster(2)), assumed, tmp_path / "two"))
+
+    def late(step: RecordedStep) -> RecordedStep:
+        seen = (replace(r, finished_s=r.finished_s + rng.uniform(0, 0.1)) for r in step.responses)
+        return replace(step, responses=tuple(seen))
+
+    seen = replace(run, steps=tuple(map(late, run.steps)))
+    assert rules_of(run.config).late_s == 0.1 and basis_of([seen]).used == 3
+    found = predicted(other, basis_of([seen]))
+    assert means(found)[0] == pytest.approx(means([s.metrics for s in other.steps])[0], rel=0.05)
+
+
+def test_a_slow_moment_of_almost_full_batches_does_not_make_full_ones_dear(runs: Mapping[str, RecordedRun]) -> None:
+    """Sixteen requests go on for 100 rounds of 10 ms; the first rounds of fifteen take 60 ms, all later ones 10."""
+    step = runs["off"].steps[1]
+    ends = [100, *range(110, 410, 20)]
+    times = [1.0 if n == 100 else 1.6 + (n - 110) * 0.01 for n in ends]
+    own = tuple(Response(f"g/{n}", 0, "rollout-0", 10, n, n, 0.0, t) for n, t in zip(ends, times, strict=True))
+    basis = basis_of([replace(runs["off"], steps=(replace(step, responses=own),))])
+    full = basis.table.seconds(OFF, RoundView(16, 16 * 60)).total
+    assert full < 0.015
 
 
 def test_a_wrong_table_predicts_wrongly(runs: Mapping[str, RecordedRun]) -> None:
@@ -222,11 +258,8 @@ def test_further_prompts_of_dynamic_sampling_are_refused(runs: Mapping[str, Reco
 
 
 def test_a_colocated_policy_is_simulated_on_gpus_of_its_own(runs: Mapping[str, RecordedRun]) -> None:
-    tree = runs["off"].config.model_dump()
-    tree["placement"] |= {"policy": "colocated", "gpus_per_slot": 0.6, "policy_gpus": 0.4}
-    tree["rollout"]["engine"] = {"type": "sglang", "max_running": 32, "release_memory": True}
-    tree["drafter"]["states"] = "engine" if runs["off"].config.speculation.learned else "policy"
-    run = replace(runs["off"], config=ClusterConfig.model_validate(tree))
+    shared = on_gpus(runs["off"].config, policy="colocated", gpus_per_slot=0.6, policy_gpus=0.4)
+    run = replace(runs["off"], config=shared)
     assert not simulated_config(run).placement.colocated
     assert rules_of(run.config).late_s > 0 and not rules_of(run.config).dense
     assert len(predicted(run, basis_of([runs["off"]]))) == 4
