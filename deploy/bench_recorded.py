@@ -3,7 +3,8 @@
 What rounds cost and how long everything else takes is read from runs of one strategy each (`--from`), which may have
 run on GPUs that this machine does not have; each run of `--runs` is then simulated with its own configuration, lengths,
 prompts and acceptance (`services/simulator/recorded.py` says what is read where). A run that is in both is told as
-fitted: how well the costs describe what they were read from, and no prediction.
+fitted: how well the costs describe what they were read from, and no prediction. The last column says by how much the
+costs alone would miss a run of one strategy, given its own rounds: there the machine, or the costs' form, was another.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from deploy.provenance import provenance
 from deploy.simulator_table import HEAD, by_run, compared, summary, table
-from services.simulator.recorded import basis_of, check_alike, most_at_once, predicted
+from services.simulator.recorded import basis_of, check_alike, cost_error, most_at_once, predicted
 from services.simulator.run_record import read_run
 from services.speculation.cost_table import CostPoint
 
@@ -41,7 +42,12 @@ def run_recorded(
     say(HEAD)
     rows = list[dict[str, Any]]()
     for run in wanted:
-        about = {"run": run.name, "fitted": any(run is other for other in read)}
+        costs = cost_error(run, basis)
+        about = {
+            "run": run.name,
+            "fitted": any(run is other for other in read),
+            "cost_error": None if costs is None else round(costs, 4),
+        }
         real = [step.metrics for step in run.steps]
         rows += compared(run.mode, run.config.rollout.num_servers, real, predicted(run, basis), say, **about)
     runs = by_run(rows)

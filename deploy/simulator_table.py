@@ -14,6 +14,13 @@ HEAD = (
     f"{'predicted':>10}{'error':>7}"
 )
 Row = dict[str, Any]
+ABOUT = (
+    "mode",
+    "servers",
+    "run",
+    "fitted",
+    "cost_error",
+)  # of a run, in each of its rows; the last three: a recorded one
 
 
 def compared(
@@ -48,7 +55,7 @@ def by_run(rows: Sequence[Row]) -> list[Row]:
     for key in dict.fromkeys(map(_run_of, rows)):
         steps = [r for r in rows if _run_of(r) == key]
         steps = steps[1:] or steps
-        run: Row = {name: steps[0][name] for name in ("mode", "servers", "run", "fitted") if name in steps[0]}
+        run: Row = {name: steps[0][name] for name in ABOUT if name in steps[0]}
         run["steps"] = len(steps)
         for what in ("rollout", "step"):
             real, other = (mean(r[f"{what}{kind}_s"] for r in steps) for kind in ("", "_predicted"))
@@ -63,16 +70,21 @@ def _run_of(row: Row) -> tuple[Any, ...]:
 
 
 def table(runs: Sequence[Row]) -> str:
+    costs = f"{'costs':>8}" if any("run" in r for r in runs) else ""
     lines = [f"{'mode':<12}{'servers':>8}{'rollout s':>10}{'predicted':>10}{'error':>7}{'step s':>8}{'predicted':>10}"
-             f"{'error':>7}   (means of the steps after the first)"]  # fmt: skip
+             f"{'error':>7}{costs}   (means of the steps after the first)"]  # fmt: skip
     for r in runs:
         cells = "".join(
             f"{r[f'{what}_s']:>{width}.2f}{r[f'{what}_predicted_s']:>10.2f}{r[f'{what}_error']:>7.1%}"
             for what, width in (("rollout", 10), ("step", 8))
         )
-        name = f"   {r['run']}{', fitted' if r['fitted'] else ''}" if "run" in r else ""
-        lines.append(f"{r['mode']:<12}{r['servers']:>8}{cells}{name}")
+        lines.append(f"{r['mode']:<12}{r['servers']:>8}{cells}{_recorded(r) if 'run' in r else ''}")
     return "\n".join(lines)
+
+
+def _recorded(run: Row) -> str:
+    costs = "-" if run["cost_error"] is None else f"{run['cost_error']:.1%}"
+    return f"{costs:>8}   {run['run']}{', fitted' if run['fitted'] else ''}"
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:

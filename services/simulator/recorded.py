@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from statistics import mean, median
@@ -32,6 +32,7 @@ from services.simulator.learning import POSITIONS, GivenAcceptance
 from services.simulator.lockstep import (
     Beginning,
     Gap,
+    Response,
     Rules,
     beginning,
     by_server,
@@ -116,17 +117,34 @@ def basis_of(runs: Sequence[RecordedRun]) -> Basis:
     found, starts, seen = dict[DraftStrategy, list[Gap]](), list[tuple[DraftStrategy, Beginning]](), 0
     for run in runs:
         strategy, rules = _only_strategy(run), rules_of(run.config)
-        for step in run.counted:
-            for own in by_server(step.responses):
-                seen += 1
-                if not step.disturbed and lockstep(own, rules):
-                    found.setdefault(strategy, []).extend(joined(gaps(own, rules), rules.late_s))
-                    starts.append((strategy, beginning(own, rules)))
+        seen += sum(1 for step in run.counted for _ in by_server(step.responses))
+        for own in _in_lockstep(run):
+            found.setdefault(strategy, []).extend(joined(gaps(own, rules), rules.late_s))
+            starts.append((strategy, beginning(own, rules)))
     points = [gap.point(strategy) for strategy, own in found.items() for gap in pooled(own)]
     if not points:
         raise DataError(_no_points(runs, bool(starts)))
     table = _fitted(points, starts)
     return Basis(table, _prefill(starts, table), seconds_of(runs), tuple(points), len(starts), seen)
+
+
+def _in_lockstep(run: RecordedRun) -> Iterator[tuple[Response, ...]]:
+    """What servers did in a step, of those whose rollouts all went on together."""
+    for step in run.counted:
+        if not step.disturbed:
+            yield from (own for own in by_server(step.responses) if lockstep(own, rules_of(run.config)))
+
+
+def cost_error(run: RecordedRun, basis: Basis) -> float | None:
+    """By how much its rounds between ends, as many and as large as they were, would cost more than they took: the part
+    of a prediction's error that no simulation can mend. None: of a run that chose its strategies, or has no lockstep.
+    """
+    if run.strategy is None:
+        return None
+    parts = [gap for own in _in_lockstep(run) for gap in gaps(own, rules_of(run.config))]
+    took = sum(gap.seconds for gap in parts)
+    costs = sum(gap.rounds * basis.table.seconds(run.strategy, gap.view).total for gap in parts)
+    return costs / took - 1 if took > 0 else None
 
 
 def _fitted(points: Sequence[CostPoint], starts: Sequence[tuple[DraftStrategy, Beginning]]) -> CostTable:

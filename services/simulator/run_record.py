@@ -24,7 +24,7 @@ from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 
 # What takes rollouts from one server to another, or the strategy from all: the step's times tell nothing then.
 DISTURBING = frozenset(
-    {"tail_moved", "slot_lost", "slot_returned", "server_restarted", "weights_lost", "strategy_forced", "paused"}
+    {"tail_moved", "slot_lost", "slot_returned", "server_restarted", "weights_lost", "strategy_forced"}
 )
 FORWARD = 1 / 3  # of a training step's arithmetic is the pass without gradients
 _COLUMNS = (

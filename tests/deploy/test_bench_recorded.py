@@ -43,6 +43,7 @@ def test_recorded_runs_are_predicted_from_recorded_runs(folders: dict[str, Path]
     assert [(r["mode"], r["servers"], r["fitted"]) for r in found["runs"]] == [
         ("eagle_3_1_4", 1, True), ("off", 2, False), ("adaptive", 1, False)
     ]  # fmt: skip
+    assert found["runs"][2]["cost_error"] is None and abs(found["runs"][1]["cost_error"]) < 0.05
     assert [r["steps"] for r in found["runs"]] == [3, 3, 3] and len(found["rows"]) == 12
     assert abs(found["runs"][1]["rollout_error"]) < 0.05 and abs(found["runs"][1]["step_error"]) < 0.05
     assert {p["strategy"] for p in found["points"]} == {"off", "eagle_3_1_4"}

@@ -20,6 +20,7 @@ from services.simulator.recorded import (
     acceptance_of,
     basis_of,
     check_alike,
+    cost_error,
     predicted,
     prompts_of,
     rules_of,
@@ -118,6 +119,9 @@ def test_a_wrong_table_predicts_wrongly(runs: Mapping[str, RecordedRun]) -> None
     slow = CostTable({n: 1.2 * v for n, v in basis.table.terms.items()}, basis.table.knots, 0.0)
     found = predicted(runs["off-2"], replace(basis, table=slow))
     assert means(found)[0] > 1.1 * means([s.metrics for s in runs["off-2"].steps])[0]
+    assert cost_error(runs["off-2"], replace(basis, table=slow)) == pytest.approx(0.2, abs=0.03)
+    assert cost_error(runs["off-2"], basis) == pytest.approx(0.0, abs=0.03)
+    assert cost_error(runs["full-2"], basis) is None
 
 
 def test_acceptance_is_read_by_position(runs: Mapping[str, RecordedRun]) -> None:
