@@ -2,9 +2,10 @@
 
 What rounds cost and how long everything else takes is read from runs of one strategy each (`--from`), which may have
 run on GPUs that this machine does not have; each run of `--runs` is then simulated with its own configuration, lengths,
-prompts and acceptance (`services/simulator/recorded.py` says what is read where). A run that is in both is told as
-fitted: how well the costs describe what they were read from, and no prediction. The last column says by how much the
-costs alone would miss a run of one strategy, given its own rounds: there the machine, or the costs' form, was another.
+prompts and acceptance (`recorded.py` and `rerun.py` in services/simulator say what is read where). A run that is in
+both is told as fitted: how well the costs describe what they were read from, and no prediction. The last column says by
+how much the costs alone would miss a run of one strategy, given its own rounds: there the machine, or the costs' form,
+was another.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 
 from deploy.provenance import provenance
 from deploy.simulator_table import HEAD, by_run, compared, summary, table
-from services.simulator.recorded import basis_of, check_alike, cost_error, most_at_once, predicted
+from services.simulator.recorded import basis_of, check_alike, cost_error, most_at_once
+from services.simulator.rerun import predicted
 from services.simulator.run_record import read_run
 from services.speculation.cost_table import CostPoint
 

@@ -16,18 +16,9 @@ from services.coordinator.work import prompts_of_step
 from services.core.errors import DataError
 from services.core.types import StepMetrics
 from services.simulator.lockstep import Response
-from services.simulator.recorded import (
-    acceptance_of,
-    basis_of,
-    check_alike,
-    cost_error,
-    predicted,
-    prompts_of,
-    rules_of,
-    seconds_of,
-    simulated_config,
-    with_drafter,
-)
+from services.simulator.recorded import basis_of, check_alike, cost_error, rules_of, seconds_of
+from services.simulator.recorded_acceptance import acceptance_of
+from services.simulator.rerun import predicted, prompts_of, simulated_config, with_drafter
 from services.simulator.run_record import FORWARD, RecordedRun, RecordedStep, read_run
 from services.simulator.world import build_inputs
 from services.speculation.cost_table import CostTable
@@ -75,6 +66,20 @@ def test_the_seconds_of_everything_else_are_found_again(runs: Mapping[str, Recor
     assert found.seconds.policy_token == pytest.approx(given.seconds.policy_token, rel=0.1)
     assert found.seconds.publish == pytest.approx(given.seconds.publish + given.seconds.load, rel=0.05)
     assert found.prefill["off"] == pytest.approx(given.prefill_rate, rel=0.6), "20 ms among seconds"
+
+
+def test_what_a_phase_takes_around_its_servers_work_is_added(runs: Mapping[str, RecordedRun]) -> None:
+    """As when states are handed over: 0.7 s of each rollout phase in which no server generates."""
+
+    def longer(step: RecordedStep) -> RecordedStep:
+        return replace(step, metrics=replace(step.metrics, rollout_s=step.metrics.rollout_s + 0.7))
+
+    basis, slow = (
+        basis_of([r]) for r in (runs["off"], replace(runs["off"], steps=tuple(map(longer, runs["off"].steps))))
+    )
+    assert 0 <= basis.around_s(runs["off"]) < 0.02
+    before, after = (predicted(runs["off-2"], b) for b in (basis, slow))
+    assert [a.rollout_s - b.rollout_s for a, b in zip(after, before, strict=True)] == [pytest.approx(0.7)] * 4
 
 
 @pytest.mark.parametrize("name", ["off-2", "chain3-2", "full-2", "chain3"])
