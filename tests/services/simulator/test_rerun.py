@@ -70,6 +70,25 @@ def test_ends_that_are_seen_late_do_no_harm(tmp_path: Path) -> None:
     assert means(found)[0] == pytest.approx(means([s.metrics for s in other.steps])[0], rel=0.05)
 
 
+def test_what_passes_read_of_a_dense_block_is_predicted_as_such(tmp_path: Path) -> None:
+    """Where reading is most of a round, one long prompt among short ones makes it much dearer."""
+    prompts = {f"prompt-{i}": 900 if i % 8 == 0 else 30 for i in range(32)}
+    assumed = known_world(costs=CostTable({"verify/pass": 0.005, "verify/read": 2e-6}, (0.0,), 0.0), prompts=prompts)
+    one, two = (read_run(record(lockstep_cluster(n), assumed, tmp_path / f"{n}")) for n in (1, 2))
+    found = means(predicted(two, basis_of([one])))[0]
+    assert found == pytest.approx(means([s.metrics for s in two.steps])[0], rel=0.05)
+
+
+def test_the_policy_learns_from_groups_with_a_signal_alone(runs: Mapping[str, RecordedRun]) -> None:
+    basis, run = basis_of([runs["off"]]), runs["off"]
+    flat = frozenset(f"step00002/{position:04d}" for position in range(6))
+    changed = (run.steps[0], replace(run.steps[1], flat=flat), *run.steps[2:])
+    whole, part = predicted(run, basis), predicted(replace(run, steps=changed), basis)
+    skipped = sum(r.prompt_tokens + r.tokens for r in run.steps[1].responses if r.group_id in flat)
+    less = [a.policy_s - b.policy_s for a, b in zip(whole, part, strict=True)]
+    assert skipped > 0 and less == pytest.approx([0.0, basis.seconds.policy_token * skipped, 0.0, 0.0], abs=1e-9)
+
+
 def test_the_coordinator_draws_for_each_group_its_own_prompt(tmp_path: Path) -> None:
     lengths = {f"prompt-{i}": 20 + 7 * i for i in range(16)}
     run = read_run(record(lockstep_cluster(2, steps=2), known_world(prompts=lengths), tmp_path / "run"))

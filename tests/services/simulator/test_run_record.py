@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from services.core.errors import DataError
+from services.report.rollouts_file import SCHEMA, rollouts_path
 from services.simulator.lockstep import Response
 from services.simulator.recorded import basis_of
 from services.simulator.run_record import FORWARD, RecordedRun, RecordedStep, read_run
@@ -22,6 +25,15 @@ def test_tokens_without_a_signal_count_as_the_trainer_treats_them(runs: Mapping[
     keeps = runs["off"].config.policy.model_copy(update={"zero_variance": "keep"})
     kept = replace(runs["off"], config=runs["off"].config.model_copy(update={"policy": keeps}))
     assert step.tokens(kept.of_flat) == 200
+
+
+def test_groups_whose_rewards_are_alike_are_flat(tmp_path: Path) -> None:
+    folder = record(lockstep_cluster(steps=1), known_world(), tmp_path / "run")
+    path = rollouts_path(folder / "rollouts", 1)
+    rows = pq.read_table(path).to_pylist()
+    alike = [{**row, "reward": 1.0} if row["group_id"] == "step00001/0003" else row for row in rows]
+    pq.write_table(pa.Table.from_pylist(alike, schema=SCHEMA), path)
+    assert read_run(folder).steps[0].flat == {"step00001/0003"}
 
 
 def test_steps_whose_rollouts_moved_are_left_out(tmp_path: Path, runs: Mapping[str, RecordedRun]) -> None:
