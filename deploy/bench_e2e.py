@@ -27,8 +27,8 @@ from services.models.device import pick_device
 @dataclass(frozen=True)
 class Plan:
     """What to run. `modes` None: all that the engine can; `static`: the strategy of mode static by its name, None: the
-    best one in `trial_steps` steps of each. `out`: where steps are written as they come, and
-    the figures after each run."""
+    best one in `trial_steps` steps of each. `out`: where steps and run folders are
+    written as they come, and the figures after each run."""
 
     seeds: tuple[int, ...]
     modes: tuple[str, ...] | None = None
@@ -91,7 +91,7 @@ def best_fixed(config: ClusterConfig, plan: Plan, on_ray: bool, say: Say) -> Str
         tree = in_mode(config, "static", strategy).model_dump()
         tree["run"]["steps"] = plan.trial_steps
         trial = _of_seed(ClusterConfig.model_validate(tree), config.run.seed)
-        run = measured(trial, strategy_name(strategy), on_ray, say, plan.out)
+        run = measured(trial, strategy_name(strategy), on_ray, say, plan.out, keep=False)
         if run.stopped:
             raise StopRequested("stopped while the best fixed strategy was looked for")
         if run.counts:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from deploy.bench_costs import measured
@@ -25,6 +25,7 @@ from deploy.local import build_services
 from deploy.modes import in_mode
 from deploy.provenance import provenance
 from deploy.side_by_side import SideBySideHost, single_threaded
+from deploy.simulator_table import HEAD, by_run, compared, summary, table
 from services.config.schema import ClusterConfig
 from services.config.speculation import eagle_chain
 from services.coordinator.coordinator import Coordinator
@@ -135,22 +136,21 @@ def run_bench(
     reference = measure(config, "off", 1)
     rows = list[dict[str, Any]]()
     chain: tuple[float, ...] = ()
-    say(f"{'servers':>7} {'mode':<7}{'step':>5}{'rollout s':>10}{'predicted':>10}{'error':>7}{'step s':>8}"
-        f"{'predicted':>10}{'error':>7}")  # fmt: skip
+    say(HEAD)
     for mode in MODES:
         found = [reference if (mode, n) == ("off", 1) else measure(config, mode, n) for n in servers]
         looks.append(_look(config, share))
         costs = CostTable.fit([*looks[-2], *looks[-1]])
         for count, run in zip(servers, found, strict=True):
             chain = by_position(run.rollouts) if mode == "static" else chain
-            rows += _compared(run, count, predict(run, reference, costs, chain), say)
+            rows += compared(run.mode, count, run.steps, predict(run, reference, costs, chain), say)
     runs, drift = by_run(rows), drift_of(looks)
-    say(_table(runs))
+    say(table(runs))
     say(f"OFF before and after a mode's runs differs by up to {drift:.1%} in the tables: so much the machine moves")
     return {
         "bench": "simulator",
         **provenance(),
-        **_summary(rows),
+        **summary(rows),
         "cost_spread": round(costs.spread, 4),
         "cost_drift": round(drift, 4),
         "runs": runs,
@@ -184,64 +184,3 @@ def _chains_only(config: ClusterConfig) -> ClusterConfig:
     chains = [s for s in chains if s["topk"] == 1] or [STATIC.model_dump()]
     tree["speculation"]["selector"] = {"type": "adaptive", "strategies": chains}
     return ClusterConfig.model_validate(tree)
-
-
-def _compared(
-    run: Measured, servers: int, predicted: Sequence[StepMetrics], say: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    rows = []
-    for real, other in zip(run.steps, predicted, strict=True):
-        rollout = real.rollout_s, other.rollout_s
-        step = _step_s(real), _step_s(other)
-        rows.append(
-            {"servers": servers, "mode": run.mode, "step": real.step, "rollout_s": round(rollout[0], 3),
-             "rollout_predicted_s": round(rollout[1], 3), "rollout_error": round(rollout[1] / rollout[0] - 1, 4),
-             "step_s": round(step[0], 3), "step_predicted_s": round(step[1], 3),
-             "step_error": round(step[1] / step[0] - 1, 4), "idle_s": round(real.idle_s, 3),
-             "idle_predicted_s": round(other.idle_s, 3)}
-        )  # fmt: skip
-        row = rows[-1]
-        say(f"{servers:>7} {run.mode:<7}{real.step:>5}{rollout[0]:>10.2f}{rollout[1]:>10.2f}"
-            f"{row['rollout_error']:>7.1%}{step[0]:>8.2f}{step[1]:>10.2f}{row['step_error']:>7.1%}")  # fmt: skip
-    return rows
-
-
-def _step_s(m: StepMetrics) -> float:
-    return m.rollout_s + m.reward_s + m.policy_s + m.publish_s
-
-
-def by_run(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means of each run's steps after the first, which warms up, and how far the prediction lies beside."""
-    found = list[dict[str, Any]]()
-    for mode, servers in dict.fromkeys((r["mode"], r["servers"]) for r in rows):
-        steps = [r for r in rows if (r["mode"], r["servers"]) == (mode, servers)]
-        steps = steps[1:] or steps
-        run: dict[str, Any] = {"mode": mode, "servers": servers, "steps": len(steps)}
-        for what in ("rollout", "step"):
-            real, other = (mean(r[f"{what}{kind}_s"] for r in steps) for kind in ("", "_predicted"))
-            run |= {f"{what}_s": round(real, 3), f"{what}_predicted_s": round(other, 3)}
-            run[f"{what}_error"] = round(other / real - 1, 4)
-        found.append(run)
-    return found
-
-
-def _table(runs: Sequence[dict[str, Any]]) -> str:
-    lines = [f"{'mode':<7}{'servers':>8}{'rollout s':>10}{'predicted':>10}{'error':>7}{'step s':>8}{'predicted':>10}"
-             f"{'error':>7}   (means of the steps after the first)"]  # fmt: skip
-    for r in runs:
-        cells = "".join(
-            f"{r[f'{what}_s']:>{width}.2f}{r[f'{what}_predicted_s']:>10.2f}{r[f'{what}_error']:>7.1%}"
-            for what, width in (("rollout", 10), ("step", 8))
-        )
-        lines.append(f"{r['mode']:<7}{r['servers']:>8}{cells}")
-    return "\n".join(lines)
-
-
-def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the steps after the first, which warms up."""
-    later = [r for r in rows if r["step"] > 1] or list(rows)
-    return {
-        f"{what}_error_{name}": round(figure([abs(r[f"{what}_error"]) for r in later]), 4)
-        for what in ("rollout", "step")
-        for name, figure in (("median", median), ("worst", max))
-    }

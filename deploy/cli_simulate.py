@@ -91,19 +91,41 @@ def bench_simulator(
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override.")] = None,
     servers: Annotated[str, typer.Option(metavar="N,N,...", help="Of the runs to predict.")] = "1,2,4",
     seconds: Annotated[float, typer.Option(min=1, help="Of measuring what rounds cost.")] = 30.0,
+    sources: Annotated[
+        str | None, typer.Option("--from", metavar="RUN,RUN,...", help="Run folders (off, static) to read costs from.")
+    ] = None,
+    runs: Annotated[
+        str | None, typer.Option(metavar="RUN,RUN,...", help="Run folders to predict, instead of measuring any here.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
-    """Step times that the simulator predicts against those of real services, in processor time."""
+    """Step times that the simulator predicts against those of real services: run here, in processor time, or, with
+    --from and --runs, recorded anywhere."""
     with errors_told():
-        sizes = _all("--servers", servers, int)
-        resolved = config_of(config, settings or [])
         import json
 
-        from deploy.bench_simulator import run_bench
+        if sources is not None or runs is not None:
+            from deploy.bench_recorded import run_recorded
 
-        result = run_bench(resolved, sizes, seconds)
+            result = run_recorded(_folders("--from", sources), _folders("--runs", runs))
+        else:
+            sizes = _all("--servers", servers, int)
+            resolved = config_of(config, settings or [])
+            from deploy.bench_simulator import run_bench
+
+            result = run_bench(resolved, sizes, seconds)
         if as_json:
             print(json.dumps(result))
+
+
+def _folders(option: str, text: str | None) -> list[Path]:
+    found = [Path(part) for part in (text or "").split(",") if part]
+    if not found:
+        raise ConfigError(
+            f"{option} names no run folder: give --from runs of mode off or static to read costs from, and --runs "
+            "runs to predict"
+        )
+    return found
 
 
 def bench_e2e(
@@ -114,7 +136,7 @@ def bench_e2e(
     static: Annotated[str | None, typer.Option(metavar="NAME", help="Of mode static, instead of trying all.")] = None,
     trial_steps: Annotated[int, typer.Option(min=1, help="Of looking for the best fixed strategy.")] = 2,
     on_ray: Annotated[bool, typer.Option("--ray", help="On Ray, by the clock, also on a CPU.")] = False,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write steps, figures and a drawing here.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write steps, run folders and figures here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
     """One GRPO run in every mode of speculation: seconds of a step, and whether the rewards agree."""

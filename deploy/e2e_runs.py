@@ -1,14 +1,16 @@
 """The runs of `longtail bench e2e`: each in turn, its steps told and kept as they come, one that fails beside the rest.
 
-A step's metrics go to `steps.jsonl` at once: whatever ends the bench, what was measured until then is there.
+A step's metrics go to `steps.jsonl` at once, and each run has a run folder of its own in `runs/<mode>-<seed>`: whatever
+ends the bench, what was measured until then is there.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,21 @@ from deploy.cli_shared import interrupt_on_sigterm
 from deploy.inputs import load_inputs
 from deploy.local import build_services
 from deploy.processes import descendants, end_processes
+from deploy.resuming import Start
 from deploy.side_by_side import SideBySideHost, single_threaded
 from services.config.schema import ClusterConfig
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.observer import Fanout
 from services.core.errors import LongtailError, StopRequested
+from services.core.protocols import Clock
 from services.core.types import RunEvent, StepMetrics
+from services.report.run_folder import RunFolder
+from services.report.run_lock import RunLock
 from services.simulator.world import Notes
 
 Say = Callable[[str], None]
 STEPS_FILE = "steps.jsonl"
+RUNS = "runs"  # the folder of the run folders
 PHASES = ("rollout_s", "reward_s", "policy_s", "publish_s")
 # What takes time inside of the phases, as metrics name it.
 PARTS = ("longtail_memory_switch_seconds_total", "longtail_publish_seconds", "longtail_load_seconds")
@@ -102,12 +110,14 @@ def step_line(mode: str, seed: int, m: StepMetrics) -> str:
     )
 
 
-def measured(config: ClusterConfig, mode: str, on_ray: bool, say: Say, out: Path | None) -> Run:
-    """One run. What fails in it is told and kept in the result, because other runs may well succeed."""
+def measured(config: ClusterConfig, mode: str, on_ray: bool, say: Say, out: Path | None, keep: bool = True) -> Run:
+    """One run. What fails in it is told and kept in the result, because other runs may well succeed. `keep`: in a run
+    folder, where there is an `out`."""
     notes = StepNotes(mode=mode, seed=config.run.seed, say=say, file=None if out is None else out / STEPS_FILE)
     error, stopped = "", False
     try:
-        (_on_ray if on_ray else _side_by_side)(config, notes)
+        placed = _placed(config, mode, out) if keep and out is not None else config
+        (_on_ray if on_ray else _side_by_side)(placed, notes)
     except (StopRequested, KeyboardInterrupt) as stop:
         error, stopped = str(stop) or "stopped", True
     except LongtailError as problem:
@@ -117,26 +127,58 @@ def measured(config: ClusterConfig, mode: str, on_ray: bool, say: Say, out: Path
     return Run(mode, config.run.seed, tuple(notes.steps), config.rollout.num_servers, error, stopped)
 
 
+def _placed(config: ClusterConfig, mode: str, out: Path) -> ClusterConfig:
+    """With a run folder in `out`, empty: an earlier bench's run makes way, as its steps do. Raises ConfigError while
+    somebody still drives that."""
+    run = config.run.model_copy(update={"dir": out / RUNS, "id": f"{mode}-{config.run.seed}"})
+    folder = run.dir / str(run.id)
+    if (folder / "config.yaml").is_file():
+        RunLock(folder).release()
+        shutil.rmtree(folder)
+    return config.model_copy(update={"run": run})
+
+
+@contextmanager
+def _folder(config: ClusterConfig, clock: Clock = time.monotonic) -> Iterator[RunFolder | None]:
+    """Of a run that was `_placed`; None of another one."""
+    if config.run.id is None:
+        yield None
+        return
+    folder = RunFolder(config, clock=clock)
+    try:
+        yield folder
+    finally:
+        folder.close()
+
+
 def _side_by_side(config: ClusterConfig, notes: Notes) -> None:
     """On time lines of the services' own, in processor time."""
     config, host = single_threaded(config), SideBySideHost()
     with ExitStack() as closing:
-        services = build_services(config, host, closing, time.process_time)
-        Coordinator(config, load_inputs(config), services, notes, host.clock).run()
+        folder = closing.enter_context(_folder(config, host.clock))
+        observer: Any = notes if folder is None else Fanout(notes, folder)
+        services = build_services(config, host, closing, host.service_clock)
+        Coordinator(config, load_inputs(config), services, observer, host.clock).run()
 
 
 def _on_ray(config: ClusterConfig, notes: Notes) -> None:
     """By the clock. Returns when all processes of the run have ended, an engine's own among them: until then they have
     memory of the GPU that the next run counts on."""
     from deploy.cluster import run_on_ray
+    from deploy.session import ray_about
 
     before, own = descendants(), list[psutil.Process]()
+    with _folder(config) as folder:
 
-    def started(_handles: Mapping[str, Any]) -> None:
-        interrupt_on_sigterm()
-        own.extend(p for p in descendants() if p not in before)
+        def started(_handles: Mapping[str, Any]) -> None:
+            interrupt_on_sigterm()
+            own.extend(p for p in descendants() if p not in before)
+            if folder is not None:
+                folder.reachable_at(ray_about())
 
-    try:
-        run_on_ray(config, notes, on_start=started)
-    finally:
-        end_processes(own)
+        observer: Any = notes if folder is None else Fanout(notes, folder)
+        start = None if folder is None else Start(folder.run_id)
+        try:
+            run_on_ray(config, observer, on_start=started, start=start)
+        finally:
+            end_processes(own)

@@ -28,9 +28,18 @@ class SideBySideHost(LocalHost):
         self._now = 0.0
         self._free_at: dict[str, float] = {}  # by service
         self._ends: dict[Any, float] = {}  # by call
+        self._computes: tuple[float, float] | None = None  # when the call under way began, here and by the work clock
 
     def clock(self) -> float:
         return self._now
+
+    def service_clock(self) -> float:
+        """For the services: the time on the line of the one that computes, without the work of all others; outside of
+        calls the host's."""
+        if self._computes is None:
+            return self._now
+        start, before = self._computes
+        return start + self._work_clock() - before
 
     def wait(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[Pending[Any]]:
         self._compute()
@@ -46,10 +55,11 @@ class SideBySideHost(LocalHost):
         for service in self.services:
             while service.queued:
                 call = service.queued[0]
-                before = self._work_clock()
-                service.execute_next()
                 start = max(self._now, self._free_at.get(service.name, 0.0))
-                self._free_at[service.name] = self._ends[call] = start + self._work_clock() - before
+                self._computes = start, self._work_clock()
+                service.execute_next()
+                self._free_at[service.name] = self._ends[call] = self.service_clock()
+                self._computes = None
 
     def _end(self, pending: Any) -> float:
         """A call that failed at once, or whose result was used by another one, is over."""

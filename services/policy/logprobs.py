@@ -33,8 +33,8 @@ class Scores(NamedTuple):
 
 
 class Scorer(nn.Module):
-    """The policy, with packed attention, as a module whose forward is the whole of scoring: sharded weights are gathered
-    by hooks around a module's forward, and transformers' own would be called for its decoder alone."""
+    """The policy, with packed attention, as a module whose forward is the whole of scoring: sharded weights are
+    gathered by hooks around a module's forward, and transformers' own would be called for its decoder alone."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

@@ -48,6 +48,13 @@ def recorded_step(run_dir: Path) -> int:
     return max((step for step in known if rollouts_path(run_dir / ROLLOUTS, step).is_file()), default=0)
 
 
+def read_steps(run_dir: Path) -> tuple[StepMetrics, ...]:
+    """The recorded steps in order; of one that was done again the newest line. Raises ConfigError when another version
+    of Longtail wrote them."""
+    rows = {row["step"]: row for row in read_lines(run_dir / METRICS)[0] if row.get("kind") == "step"}
+    return tuple(_record(StepMetrics, rows[step]) for step in sorted(rows))
+
+
 def rewind(run_dir: Path, step: int) -> RunHistory:
     """Cut the folder back to the end of `step`, checkpoints included. Safe to be killed in: it is just done again."""
     metrics, *stays = (read_lines(run_dir / name)[0] for name in (METRICS, EVENTS, SPANS, STRATEGIES))

@@ -79,7 +79,8 @@ class Scenario:
     is asked before each, as in an engine. `noise`: relative deviation of what rounds are told to have taken. `dense`:
     keys and values of what runs are one block as wide as its longest request, which each pass reads whole, and the
     rollouts of a group come in together, as in the native engine; otherwise each request is read for itself and comes
-    in alone, as with paged attention."""
+    in alone, as with paged attention. `trained`: tokens that the policy learns from, by step, where they are known;
+    else all of the batch."""
 
     costs: CostTable
     lengths: Lengths
@@ -94,3 +95,4 @@ class Scenario:
     dense: bool = False
     seed: int = 0
     prompts: Mapping[str, int] = field(default_factory=dict)  # their tokens by id, where they are known
+    trained: Mapping[int, float] = field(default_factory=dict)

@@ -84,7 +84,7 @@ class TrainerModel:
 
 class PolicyModel:
     def __init__(self, scenario: Scenario) -> None:
-        self._seconds, self._gpus = scenario.seconds, scenario.policy_gpus
+        self._seconds, self._gpus, self._trained = scenario.seconds, scenario.policy_gpus, scenario.trained
         self.version = self.steps_done = 0
 
     def train_step(self, batch: TrainBatch) -> tuple[tuple[PolicyStepReport, HiddenStateChunk, int], float]:
@@ -92,7 +92,9 @@ class PolicyModel:
         old = self.version
         assert all(r.policy_versions == (old,) for r in batch.rollouts), "rollouts of another policy"
         tokens = sum(len(r.prompt_ids) + len(r.response_ids) for r in batch.rollouts)
-        seconds = self._seconds.policy_step + self._seconds.policy_token * tokens / self._gpus
+        seconds = (
+            self._seconds.policy_step + self._seconds.policy_token * self._trained.get(batch.step, tokens) / self._gpus
+        )
         self.version, self.steps_done = old + 1, batch.step
         report = PolicyStepReport(self.version, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, tokens, 0.0, (), seconds)
         chunk = HiddenStateChunk(old, batch.step, len(batch.rollouts), tokens, tokens * STATE_BYTES)

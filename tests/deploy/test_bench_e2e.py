@@ -16,7 +16,11 @@ from deploy.__main__ import app
 from deploy.bench_e2e import Plan, run_bench
 from deploy.e2e_figures import agreement, result, sign_flip_p, table, write
 from deploy.e2e_runs import STEPS_FILE, Run
+from services.config.load import load_config
+from services.config.schema import RolloutConfig
 from services.core.errors import ConfigError, LongtailError
+from services.report.rollouts_file import read_columns, rollouts_path
+from services.report.run_data import load_run
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 from tests.services.report.conftest import make_metrics
 
@@ -109,6 +113,48 @@ def test_a_real_run_in_two_modes(tmp_path: Path) -> None:
     steps = [(row["mode"], row["step"]["step"]) for row in rows if "step" in row]
     assert steps == [(mode, step) for mode in ("off", "full") for step in (1, 2, 3)]
     assert sum("step 2: " in line for line in told) == 2
+    for mode in ("off", "full"):
+        check_run_folder(tmp_path / "out" / "runs" / f"{mode}-0", steps=3)
+
+
+def check_run_folder(folder: Path, steps: int) -> None:
+    """Whole, and with times on the lines of its servers: two servers are not told each other's work."""
+    summary, data = json.loads((folder / "summary.json").read_text()), load_run(folder)
+    assert (summary["status"], summary["steps"], summary["run_id"]) == ("finished", steps, folder.name)
+    assert load_config(folder / "config.yaml").run.id == folder.name and (folder / "report.html").is_file()
+    assert [row["step"] for row in data.steps] == list(range(1, steps + 1)) and data.spans
+    for row in data.steps:
+        times = read_columns(rollouts_path(folder / "rollouts", row["step"]), ["server", "started_s", "finished_s"])
+        assert {t["server"] for t in times} == {"rollout-0", "rollout-1"}
+        longest = max(t["finished_s"] for t in times) - min(t["started_s"] for t in times)
+        assert 0 < longest <= row["rollout_s"] + 1e-3
+
+
+def test_a_bench_replaces_the_run_folders_of_an_earlier_one_and_leaves_others(tmp_path: Path) -> None:
+    run, out = {"steps": 1}, tmp_path / "out"
+    config = tiny_run(make_model_folder(tmp_path), tmp_path, run=run)
+    found = list[str]()
+    for temperature in (1.0, 0.7):
+        changed = config.model_copy(update={"rollout": at_temperature(config.rollout, temperature)})
+        assert not run_bench(changed, Plan((0,), ("off",), out=out), lambda line: None)["unfinished"]
+        found.append((out / "runs" / "off-0" / "config.yaml").read_text())
+    assert "temperature: 1.0" in found[0] and "temperature: 0.7" in found[1]
+    assert len(load_run(out / "runs" / "off-0").steps) == 1
+    (out / "runs" / "full-0").mkdir()
+    (out / "runs" / "full-0" / "notes.txt").write_text("of a person")
+    with pytest.raises(LongtailError, match=r"is no run folder: it has no config\.yaml, but notes\.txt"):
+        run_bench(config, Plan((0,), ("full",), out=out), lambda line: None)
+    assert (out / "runs" / "full-0" / "notes.txt").is_file()
+
+
+def test_trials_of_the_best_fixed_strategy_leave_no_run_folder(tmp_path: Path) -> None:
+    config = tiny_run(make_model_folder(tmp_path), tmp_path, run={"steps": 1})
+    run_bench(config, Plan((0,), ("static",), trial_steps=1, out=tmp_path / "out"), lambda line: None)
+    assert [f.name for f in (tmp_path / "out" / "runs").iterdir()] == ["static-0"]
+
+
+def at_temperature(rollout: RolloutConfig, temperature: float) -> RolloutConfig:
+    return rollout.model_copy(update={"sampling": rollout.sampling.model_copy(update={"temperature": temperature})})
 
 
 def test_a_run_that_fails_leaves_the_others_their_figures(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from deploy.bench_e2e import Plan, run_bench
 from deploy.e2e_runs import STEPS_FILE
 from deploy.processes import descendants
+from services.report.run_data import load_run
 from tests.deploy.tiny_run import make_model_folder, tiny_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -31,4 +32,7 @@ def test_two_modes_by_the_clock(tmp_path: Path) -> None:
     assert found["modes"]["static"]["wall_s"] >= 0.9 * found["step_s"]["static"]
     rows = [json.loads(line) for line in (tmp_path / "out" / STEPS_FILE).read_text().splitlines()]
     seconds = [row["seconds"] for row in rows if "step" in row]
+    about = json.loads((tmp_path / "out" / "runs" / "static-0" / "run.json").read_text())
+    assert about["run_id"] == "static-0" and about["starts"][-1]["ray"]["address"]
+    assert len(load_run(tmp_path / "out" / "runs" / "static-0").tails) == 2
     assert len(seconds) == 4 and any(found.get("longtail_publish_seconds|policy", 0) > 0 for found in seconds)

@@ -16,7 +16,7 @@ from services.config.schema import ClusterConfig
 from services.core.checkpoints import MANIFEST, step_folder, whole_checkpoints
 from services.core.errors import ConfigError
 from services.core.types import EvalResult, Group, RunEvent, SlotSpan, StepMetrics, StrategySpan
-from services.report.history import superseded
+from services.report.history import read_steps, superseded
 from services.report.run_folder import RunFolder, finished_summary
 
 
@@ -40,6 +40,17 @@ def make_checkpoint(folder: RunFolder, step: int) -> None:
     place = step_folder(folder.checkpoints, step)
     place.mkdir(parents=True)
     (place / MANIFEST).write_text("{}")
+
+
+def test_steps_are_read_in_order_and_one_that_was_done_again_once(
+    config: ClusterConfig, metrics: StepMetrics, groups: list[Group]
+) -> None:
+    folder = RunFolder(named(config, keep_last=9))
+    fill(folder, metrics, groups, 3)
+    folder.step(replace(metrics, step=2, at_s=55.0))
+    folder.close()
+    assert [(m.step, m.at_s) for m in read_steps(folder.path)] == [(1, 10.0), (2, 55.0), (3, 30.0)]
+    assert read_steps(folder.path / "nowhere") == ()
 
 
 def test_a_run_is_cut_back_to_its_checkpoint(config: ClusterConfig, metrics: StepMetrics, groups: list[Group]) -> None:

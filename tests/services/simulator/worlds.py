@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from services.config.schema import ClusterConfig
+from services.coordinator.coordinator import Coordinator
+from services.report.run_folder import RunFolder
+from services.simulator.agenda import Agenda, VirtualWaiter
+from services.simulator.learning import GivenAcceptance
 from services.simulator.scenario import LogNormal, Scenario, Seconds
-from services.simulator.world import Simulated, simulate
+from services.simulator.world import Simulated, build_inputs, build_services, simulate
 from services.speculation.cost_table import CostTable
 
 CHAINS = [{"drafter": "eagle", "depth": d, "num_draft_tokens": d + 1} for d in (1, 3)]
@@ -55,3 +60,31 @@ def scenario(sigma: float = 1.0, **changes: Any) -> Scenario:
 
 def run(config: ClusterConfig, assumed: Scenario) -> Simulated:
     return simulate(config, assumed, lambda: 0.0)
+
+
+def record(config: ClusterConfig, assumed: Scenario, folder: Path) -> Path:
+    """The run folder of a run of services that are not there."""
+    run = config.run.model_copy(update={"dir": folder.parent, "id": folder.name})
+    config, agenda = config.model_copy(update={"run": run}), Agenda()
+    waiter = VirtualWaiter(agenda, assumed.seconds.turn, lambda: 0.0)
+    services, inputs = build_services(config, assumed, waiter), build_inputs(config, assumed)
+    Coordinator(config, inputs, services, RunFolder(config, clock=agenda), agenda).run()
+    return folder
+
+
+def known_world(**changes: Any) -> Scenario:
+    """Drafts are always accepted alike; all reads are of one dense block, as the native engine's."""
+    return scenario(dense=True, learning=GivenAcceptance(chain=(0.8, 0.7, 0.6)), policy_gpus=1, **changes)
+
+
+def lockstep_cluster(slots: int = 1, mode: str = "off", **changes: Any) -> ClusterConfig:
+    """All rollouts of a server run at once."""
+    engine = {"type": "native", "max_running": 32, "max_len": 4096}
+    return cluster(slots, mode, **{"steps": 4, "groups": 8, "engine": engine, **changes})
+
+
+def chain_of(depth: int, slots: int = 1) -> ClusterConfig:
+    tree = lockstep_cluster(slots, "static").model_dump()
+    tree["speculation"]["selector"]["strategy"] = {"drafter": "eagle", "depth": depth, "num_draft_tokens": depth + 1}
+    tree["drafter"]["training"]["when"] = "never"
+    return ClusterConfig.model_validate(tree)

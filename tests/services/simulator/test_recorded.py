@@ -1,0 +1,88 @@
+"""A world whose costs are known writes run folders; what is read from them must be those costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.config.schema import ClusterConfig
+from services.core.errors import DataError
+from services.simulator.lockstep import Response
+from services.simulator.recorded import basis_of, check_alike
+from services.simulator.run_record import RecordedRun, read_run
+from services.speculation.cost_table import CostTable
+from services.speculation.round import RoundView
+from services.speculation.strategy import OFF
+from tests.services.simulator.worlds import known_world, lockstep_cluster, record
+
+
+def test_the_costs_of_a_known_world_are_found_again(runs: Mapping[str, RecordedRun]) -> None:
+    basis = basis_of([runs["off"], runs["chain1"], runs["chain3"]])
+    real = CostTable.typical()
+    assert (basis.used, basis.seen) == (9, 9), "three servers' steps of each, without the first"
+    assert {p.strategy.name for p in basis.points} == {"off", "eagle_1_1_2", "eagle_3_1_4"}
+    assert min(p.view.running for p in basis.points) <= 2 and max(p.view.running for p in basis.points) >= 28
+    for point in basis.points:
+        wanted = real.seconds(point.strategy, point.view).total
+        assert point.total == pytest.approx(wanted, rel=0.08), "within eight rounds a server may wait for an order"
+        assert basis.table.seconds(point.strategy, point.view).total == pytest.approx(wanted, rel=0.03)
+
+
+def test_the_seconds_of_everything_else_are_found_again(runs: Mapping[str, RecordedRun]) -> None:
+    given, found = known_world(), basis_of([runs["off"]])
+    assert found.seconds.policy_step == pytest.approx(given.seconds.policy_step, rel=0.1)
+    assert found.seconds.policy_token == pytest.approx(given.seconds.policy_token, rel=0.1)
+    assert found.seconds.publish == pytest.approx(given.seconds.publish + given.seconds.load, rel=0.05)
+    assert found.prefill["off"] == pytest.approx(given.prefill_rate, rel=0.6), "20 ms among seconds"
+
+
+def test_a_slow_moment_of_almost_full_batches_does_not_make_full_ones_dear(runs: Mapping[str, RecordedRun]) -> None:
+    """Sixteen requests go on for 100 rounds of 10 ms; the first rounds of fifteen take 60 ms, all later ones 10."""
+    step = runs["off"].steps[1]
+    ends = [100, *range(110, 410, 20)]
+    times = [1.0 if n == 100 else 1.6 + (n - 110) * 0.01 for n in ends]
+    own = tuple(Response(f"g/{n}", 0, "rollout-0", 10, n, n, 0.0, t) for n, t in zip(ends, times, strict=True))
+    basis = basis_of([replace(runs["off"], steps=(replace(step, responses=own),))])
+    full = basis.table.seconds(OFF, RoundView(16, 16 * 60)).total
+    assert full < 0.015
+
+
+# ---------------------------------------------------------------------------- refusals
+
+
+def test_a_run_that_chose_its_strategies_has_no_one_cost(runs: Mapping[str, RecordedRun]) -> None:
+    with pytest.raises(DataError, match=r"full-2 chose its strategies \(adaptive\).*give it to --runs.*off or static"):
+        basis_of([runs["off"], runs["full-2"]])
+
+
+def test_runs_of_another_model_or_engine_are_refused(runs: Mapping[str, RecordedRun]) -> None:
+    tree = runs["off"].config.model_dump()
+    tree["model"]["dtype"] = "bfloat16"
+    other = replace(runs["off"], name="other", config=ClusterConfig.model_validate(tree))
+    with pytest.raises(
+        DataError, match=r"other has model\.dtype bfloat16, .*off has float32.*name runs that differ in"
+    ):
+        check_alike([runs["off"], other])
+    tree = runs["off"].config.model_dump()
+    tree["rollout"]["engine"] |= {"threads": 2, "max_running": 64}
+    threads = replace(runs["off"], name="other", config=ClusterConfig.model_validate(tree))
+    with pytest.raises(DataError, match=r"other has rollout\.engine\.threads 2"):
+        check_alike([runs["off"], threads])
+    check_alike(list(runs.values()))
+
+
+def test_rollouts_that_waited_for_room_tell_nothing(tmp_path: Path) -> None:
+    small = {"type": "native", "max_running": 8, "max_len": 4096}
+    run = read_run(record(lockstep_cluster(engine=small), known_world(), tmp_path / "run"))
+    with pytest.raises(DataError, match="max_running of at least 32"):
+        basis_of([run])
+
+
+def test_rollouts_that_are_too_short_tell_nothing(runs: Mapping[str, RecordedRun]) -> None:
+    step = runs["off"].steps[1]
+    alike = tuple(replace(r, tokens=9, rounds=9, finished_s=r.started_s + 1.0) for r in step.responses)
+    with pytest.raises(DataError, match="too short or too alike"):
+        basis_of([replace(runs["off"], steps=(replace(step, responses=alike),))])
