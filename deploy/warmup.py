@@ -53,8 +53,6 @@ def run_warmup(
     torch.manual_seed(config.run.seed)
     torch.set_num_threads(config.policy.threads)
     device = pick_device(config.model.device)
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32; drafters train in float32
     disable_progress_bar()
     folder = out / "target"
     tokenizer = load_tokenizer(str(folder)) if keep_target else starting_tokenizer(config, folder)

@@ -28,6 +28,7 @@ from services.drafter.loss import (
 from services.drafter.packing import DraftRows, check_states, pack_states
 from services.drafter.state import DrafterState, check_state, new_stamp
 from services.drafter.unroll import unroll
+from services.models.device import tensor_cores
 from services.models.drafter import Drafter
 from services.models.hidden import HiddenStates
 from services.models.layers import ModelSpec, RopeTable
@@ -93,8 +94,9 @@ class DrafterTrainer:
             return MicroStep(0.0, (math.nan,) * self.config.unroll, 0, 0.0, False)
         loss, overlap = 0.0, [0.0] * self.config.unroll
         for rows in batches:
-            part = self._loss(rows, counts)
-            part.loss.backward()
+            with tensor_cores(self.device):
+                part = self._loss(rows, counts)
+                part.loss.backward()
             loss += float(part.loss.detach())
             overlap = [a + b for a, b in zip(overlap, part.overlap, strict=True)]
         norm = float(torch.nn.utils.clip_grad_norm_(self._drafter.parameters(), self.config.grad_clip))
@@ -140,10 +142,11 @@ class DrafterTrainer:
         sums, counts, length, starts = [0.0] * depths, [0] * depths, 0.0, 0
         for rows in self._pack(states):
             self._grow_rope(rows.layout.segments.shape[1])
-            predicted = unroll(drafter, rows, self.head.embed, self._rope, depths)
-            alphas = expected_acceptance(
-                predicted, rows, self.head.head, self.temperature, drafter.head(self.head.head)
-            )
+            with tensor_cores(self.device):
+                predicted = unroll(drafter, rows, self.head.embed, self._rope, depths)
+                alphas = expected_acceptance(
+                    predicted, rows, self.head.head, self.temperature, drafter.head(self.head.head)
+                )
             for j, alpha in enumerate(alphas):
                 sums[j] += float(alpha.sum())
                 counts[j] += int((rows.loss_mask & rows.started(j)).sum())

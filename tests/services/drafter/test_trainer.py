@@ -17,7 +17,9 @@ from services.drafter.objectives import OBJECTIVES
 from services.drafter.spill import SpillFolder
 from services.drafter.state import fresh_state
 from services.drafter.trainer import DrafterTrainer, train_drafter
+from services.drafter.unroll import unroll
 from services.models.capture import target_states
+from services.models.device import tensor_cores
 from services.models.files import read_config
 from services.models.hidden import HiddenStates
 from services.models.layers import model_spec
@@ -255,6 +257,28 @@ def test_policy_gradient_is_zero_through_a_live_model(make_trainer, make_drafter
 def test_a_sequence_longer_than_a_pack_is_trained_whole(make_trainer, make_drafter, make_states) -> None:
     trainer = start(make_trainer(pack_tokens=64), make_drafter)
     assert trainer.train_micro_step(make_states((3, 97))).num_tokens == 99
+
+
+def test_forward_and_backward_passes_use_the_gpu_s_tensor_cores(
+    monkeypatch, make_trainer, make_drafter, make_states
+) -> None:
+    """Played on a CPU by telling torch so: what precision the passes find is what is asked."""
+    found = []
+
+    def passes(*arguments, **more):
+        found.append(torch.get_float32_matmul_precision())
+        out = unroll(*arguments, **more)
+        if out[-1].requires_grad:
+            out[-1].register_hook(lambda _: found.append(torch.get_float32_matmul_precision()))
+        return out
+
+    trainer, states = start(make_trainer(), make_drafter), make_states((3, 9), (4, 5))
+    monkeypatch.setattr("services.drafter.trainer.unroll", passes)
+    monkeypatch.setattr("services.drafter.trainer.tensor_cores", lambda _: tensor_cores(torch.device("cuda")))
+    trainer.train_micro_step(states)
+    assert found == ["high", "high"]
+    trainer.estimate("live", make_drafter(trainer.method).tensors(), states)
+    assert found[2:] and {*found} == {"high"} and torch.get_float32_matmul_precision() == "highest"
 
 
 def test_no_head_no_training(make_spec, make_states, make_trainer, make_drafter) -> None:
