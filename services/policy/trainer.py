@@ -104,6 +104,7 @@ class PolicyTrainer:
         self.team = team
         self.device: torch.device = device or next(model.parameters()).device
         self._clock = clock
+        self._state_dtype = compute or torch.float32  # as the engine has them: norms under autocast give float32
         self._autocast = compute if team.mesh is None else None  # sharded weights are gathered in that dtype
         self._aux_layers = aux_layers
         self._keep_states = keep_states
@@ -267,8 +268,8 @@ class PolicyTrainer:
         first.tally.add_scores(scores, pack.rollout_logprobs)
         if not self._keep_states:
             return
-        states = scores.hidden.detach().float().cpu()
-        aux = None if scores.aux is None else scores.aux.float().cpu()
+        states = scores.hidden.detach().to(self._state_dtype).cpu()
+        aux = None if scores.aux is None else scores.aux.to(self._state_dtype).cpu()
         ids = pack.ids.cpu()
         places = zip(pack.members, pack.lengths, pack.prompt_lengths, pack.layout.starts, strict=True)
         for i, length, prompt, (row, column) in places:

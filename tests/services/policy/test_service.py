@@ -73,7 +73,7 @@ def test_bfloat16_keeps_float32_weights_and_publishes_bfloat16(model_folder, mak
     )
     built = build_policy_service(config)
     report, _, hidden = built.train_step(TrainBatch(1, (make_rollout(0), make_rollout(1)), (1.0, -1.0)))
-    assert report.policy_version == 1 and hidden[0].hidden.dtype == torch.float32
+    assert report.policy_version == 1 and hidden[0].hidden.dtype == torch.bfloat16
     assert all(p.dtype == torch.float32 for p in built._trainer.model.parameters())
     assert all(t.dtype == torch.bfloat16 for t in built.publish()[1].values())
 
@@ -107,7 +107,7 @@ def test_aux_states_are_collected_for_eagle3_only(model_folder, make_rollout, dr
         if width is None:
             assert h.aux is None
         else:
-            assert h.aux.shape == (len(h.input_ids), width) and h.aux.dtype == torch.float32
+            assert h.aux.shape == (len(h.input_ids), width) and h.aux.dtype == torch.bfloat16
 
 
 def test_a_target_too_shallow_for_eagle3_is_told(model_folder) -> None:

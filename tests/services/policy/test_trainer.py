@@ -182,6 +182,19 @@ def test_rollout_logprobs_stay_frozen_over_inner_epochs(make_model, sample_rollo
     assert (ratios[1][0] - 1).abs().max() > 0.01 and ratios[1][1] > 0
 
 
+@pytest.mark.parametrize("aux_layers", [(), (0, 1)])
+def test_states_of_a_policy_that_computes_in_halves_are_halves(make_model, rollouts, aux_layers) -> None:
+    """As an engine has them; in float32 they would hold the same values in twice the memory."""
+    exact, step = (
+        PolicyTrainer(make_model(), PolicyConfig(), lambda: 0.0, compute, aux_layers).train_step(batch(rollouts))
+        for compute in (None, torch.bfloat16)
+    )
+    for half, whole in zip(step.hidden, exact.hidden, strict=True):
+        assert half.inputs.dtype == half.hidden.dtype == torch.bfloat16 and whole.hidden.dtype == torch.float32
+        assert (half.inputs - whole.inputs).norm() < 0.03 * whole.inputs.norm()
+    assert step.chunk.num_bytes < 0.6 * exact.chunk.num_bytes
+
+
 def test_hidden_states_come_from_the_same_forward_before_the_update(make_model, make_rollout) -> None:
     model = make_model()
     rollouts = [make_rollout(i, p, r, group=f"g{i // 2}") for i, (p, r) in enumerate(LENGTHS)]
