@@ -32,6 +32,8 @@ def run_recorded(
     for what it is named for."""
     known = {folder.resolve(): read_run(folder) for folder in dict.fromkeys((*sources, *folders))}
     check_alike(list(known.values()))
+    if len(models := {run.config.model.path for run in known.values()}) > 1:
+        say(f"models of {', '.join(sorted(models))}: taken to be of one shape")
     read = [known[folder] for folder in dict.fromkeys(f.resolve() for f in sources)]
     basis = basis_of(read)
     say(f"costs from {len(basis.points)} stretches of {basis.used} of {basis.seen} servers' steps; root mean square of "

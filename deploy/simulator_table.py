@@ -14,13 +14,7 @@ HEAD = (
     f"{'predicted':>10}{'error':>7}"
 )
 Row = dict[str, Any]
-ABOUT = (
-    "mode",
-    "servers",
-    "run",
-    "fitted",
-    "cost_error",
-)  # of a run, in each of its rows; the last three: a recorded one
+ABOUT = ("mode", "servers", "run", "fitted", "cost_error")  # in each row of a run; the last three: of a recorded one
 
 
 def compared(

@@ -52,10 +52,21 @@ class Basis:
     table: CostTable
     prefill: Mapping[str, float]
     around: Mapping[str, float]
-    seconds: Seconds
+    runs: tuple[RecordedRun, ...]
     points: tuple[CostPoint, ...]
     used: int
     seen: int
+
+    def seconds_for(self, run: RecordedRun) -> Seconds:
+        """Of everything but rounds, from the runs whose policy has as many GPUs, its own or shared ones. Raises
+        DataError without one."""
+        alike = [other for other in self.runs if policy_place(other.config) == policy_place(run.config)]
+        if not alike:
+            raise DataError(
+                f"{run.name} trains its policy {policy_place(run.config)}, as no run of --from does: name one of mode "
+                "off or static there that does, for the policy's seconds"
+            )
+        return seconds_of(alike)
 
     def around_s(self, run: RecordedRun) -> float:
         """Of a run whose states are kept elsewhere: the mean."""
@@ -85,8 +96,14 @@ def rules_of(config: ClusterConfig) -> Rules:
     return Rules(config.rollout.engine.max_running, 0.0 if native else SEEN_LATE_S, native)
 
 
+def policy_place(config: ClusterConfig) -> str:
+    place = config.placement
+    return f"{place.policy} in {place.policy_workers} worker{'s' if place.policy_workers > 1 else ''}"
+
+
 def check_alike(runs: Sequence[RecordedRun]) -> None:
-    """Raises DataError unless these ran on one model, engine and place of the policy."""
+    """Raises DataError unless these ran on one engine and kind of model. Whether models of two folders are of one shape
+    nobody can see here."""
     for run in runs[1:]:
         one, other = _kind(runs[0].config), _kind(run.config)
         unlike = [name for name in dict.fromkeys((*one, *other)) if one.get(name) != other.get(name)]
@@ -101,11 +118,8 @@ def check_alike(runs: Sequence[RecordedRun]) -> None:
 def _kind(config: ClusterConfig) -> dict[str, Any]:
     """What the costs are costs of."""
     engine = config.rollout.engine.model_dump(exclude={"max_running", "max_len", "capture_bytes"})
-    found = {f"model.{name}": value for name, value in config.model.model_dump().items()}
-    found |= {f"rollout.engine.{name}": value for name, value in engine.items()}
-    for name in ("policy", "policy_workers"):
-        found[f"placement.{name}"] = getattr(config.placement, name)
-    return found
+    found = {f"model.{name}": value for name, value in config.model.model_dump(exclude={"path"}).items()}
+    return found | {f"rollout.engine.{name}": value for name, value in engine.items()}
 
 
 def basis_of(runs: Sequence[RecordedRun]) -> Basis:
@@ -121,8 +135,7 @@ def basis_of(runs: Sequence[RecordedRun]) -> Basis:
     if not points:
         raise DataError(_no_points(runs, bool(starts)))
     table = _fitted(points, starts)
-    prefill, around = _prefill(starts, table), _around(runs)
-    return Basis(table, prefill, around, seconds_of(runs), tuple(points), len(starts), seen)
+    return Basis(table, _prefill(starts, table), _around(runs), tuple(runs), tuple(points), len(starts), seen)
 
 
 def _in_lockstep(run: RecordedRun) -> Iterator[tuple[Response, ...]]:

@@ -32,7 +32,7 @@ def predicted(run: RecordedRun, basis: Basis) -> list[StepMetrics]:
         basis.table,
         Recorded(known),
         GivenAcceptance(chain=acceptance_of(run) or (0.0,)),
-        with_drafter(basis.seconds, run),
+        with_drafter(basis.seconds_for(run), run),
         prefill_rate=basis.prefill_rate(run),
         dense=rules_of(run.config).dense,
         prompts=prompts_of(run),

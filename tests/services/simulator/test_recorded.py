@@ -33,9 +33,10 @@ def test_the_costs_of_a_known_world_are_found_again(runs: Mapping[str, RecordedR
 
 def test_the_seconds_of_everything_else_are_found_again(runs: Mapping[str, RecordedRun]) -> None:
     given, found = known_world(), basis_of([runs["off"]])
-    assert found.seconds.policy_step == pytest.approx(given.seconds.policy_step, rel=0.1)
-    assert found.seconds.policy_token == pytest.approx(given.seconds.policy_token, rel=0.1)
-    assert found.seconds.publish == pytest.approx(given.seconds.publish + given.seconds.load, rel=0.05)
+    seconds = found.seconds_for(runs["off"])
+    assert seconds.policy_step == pytest.approx(given.seconds.policy_step, rel=0.1)
+    assert seconds.policy_token == pytest.approx(given.seconds.policy_token, rel=0.1)
+    assert seconds.publish == pytest.approx(given.seconds.publish + given.seconds.load, rel=0.05)
     assert found.prefill["off"] == pytest.approx(given.prefill_rate, rel=0.6), "20 ms among seconds"
 
 
@@ -72,6 +73,26 @@ def test_runs_of_another_model_or_engine_are_refused(runs: Mapping[str, Recorded
     with pytest.raises(DataError, match=r"other has rollout\.engine\.threads 2"):
         check_alike([runs["off"], threads])
     check_alike(list(runs.values()))
+
+
+def test_the_policy_s_seconds_are_of_runs_that_train_it_in_the_same_place(runs: Mapping[str, RecordedRun]) -> None:
+    """What rounds cost is of all; two workers train in half the time."""
+
+    def placed(name: str, workers: int, times: float) -> RecordedRun:
+        tree = runs[name].config.model_dump()
+        tree["placement"] |= {"policy": "colocated", "policy_workers": workers}
+        tree["model"]["path"] = f"models/{workers}"
+        steps = [replace(s, metrics=replace(s.metrics, policy_s=times * s.metrics.policy_s)) for s in runs[name].steps]
+        return replace(runs[name], name="other", config=ClusterConfig.model_validate(tree), steps=tuple(steps))
+
+    one, two = placed("off", 1, 1.0), placed("off", 2, 0.5)
+    basis = basis_of([one, two])
+    check_alike([one, two])
+    for part in ("policy_step", "policy_token"):
+        first, second = (getattr(basis.seconds_for(placed("chain3", n, 1.0)), part) for n in (1, 2))
+        assert second == pytest.approx(first / 2, rel=1e-6)
+    with pytest.raises(DataError, match="trains its policy colocated in 4 workers, as no run of --from does: name one"):
+        basis.seconds_for(placed("off", 4, 1.0))
 
 
 def test_rollouts_that_waited_for_room_tell_nothing(tmp_path: Path) -> None:
