@@ -36,7 +36,7 @@ from services.simulator.run_record import RecordedRun, RecordedStep
 from services.simulator.scenario import Seconds
 from services.speculation.cost_table import CostPoint, CostTable
 from services.speculation.least_squares import nonnegative
-from services.speculation.strategy import DraftStrategy
+from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 
 SEEN_LATE_S = 0.1  # SGLang tells of an end when it is asked, and streams in pieces
 NOTHING = Seconds(**dict.fromkeys(("policy_token", "policy_step", "publish", "load", "load_drafter", "adopt", "merge",
@@ -67,6 +67,17 @@ class Basis:
                 "off or static there that does, for the policy's seconds"
             )
         return seconds_of(alike)
+
+    def check_drafters(self, run: RecordedRun) -> None:
+        """Raises DataError for a run that drafted in a way whose costs were not seen."""
+        names = {name for r in run.responses for name in r.steps_by_strategy}
+        used = {s.drafter for s in map(draft_strategy, run.config.speculation.strategies) if s.name in names}
+        unseen = sorted(used - {point.strategy.drafter for point in self.points} - {OFF.drafter})
+        if unseen:
+            raise DataError(
+                f"{run.name} drafts with {' and '.join(unseen)}, of which no run of --from tells the costs: name one "
+                "of mode static there"
+            )
 
     def around_s(self, run: RecordedRun) -> float:
         """Of a run whose states are kept elsewhere: the mean."""

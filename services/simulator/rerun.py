@@ -27,6 +27,7 @@ from services.simulator.world import simulate
 
 def predicted(run: RecordedRun, basis: Basis) -> list[StepMetrics]:
     """The run again, on what `basis` says that things cost. Raises DataError when it cannot be simulated."""
+    basis.check_drafters(run)
     known = {(r.group_id, r.index): r.tokens for r in run.responses}
     scenario = Scenario(
         basis.table,

@@ -124,6 +124,15 @@ def test_further_prompts_of_dynamic_sampling_are_refused(runs: Mapping[str, Reco
         prompts_of(run)
 
 
+def test_drafts_whose_costs_were_not_seen_are_refused(runs: Mapping[str, RecordedRun]) -> None:
+    """A table without them would take them for free."""
+    with pytest.raises(
+        DataError, match="drafts with eagle, of which no run of --from tells the costs"
+    ):
+        predicted(runs["chain3"], basis_of([runs["off"]]))
+    assert predicted(runs["chain3"], basis_of([runs["off"], runs["chain1"]]))
+
+
 def test_a_colocated_policy_is_simulated_on_gpus_of_its_own(runs: Mapping[str, RecordedRun]) -> None:
     shared = on_gpus(runs["off"].config, policy="colocated", gpus_per_slot=0.6, policy_gpus=0.4)
     run = replace(runs["off"], config=shared)
