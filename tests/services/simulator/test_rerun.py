@@ -126,9 +126,7 @@ def test_further_prompts_of_dynamic_sampling_are_refused(runs: Mapping[str, Reco
 
 def test_drafts_whose_costs_were_not_seen_are_refused(runs: Mapping[str, RecordedRun]) -> None:
     """A table without them would take them for free."""
-    with pytest.raises(
-        DataError, match="drafts with eagle, of which no run of --from tells the costs"
-    ):
+    with pytest.raises(DataError, match="drafts with eagle, of which no run of --from tells the costs"):
         predicted(runs["chain3"], basis_of([runs["off"]]))
     assert predicted(runs["chain3"], basis_of([runs["off"], runs["chain1"]]))
 
