@@ -33,7 +33,7 @@ from tests.deploy.tiny_run import generates
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 # Long phases, see generates().
-STEPS, PROMPTS, GROUP = 14, 12, 2
+STEPS, PROMPTS, GROUP = 40, 12, 2
 # What a run without GPUs cannot feed: nobody lends memory, so there is no mean of a switch.
 EMPTY = {"{{switch}}, seconds", "{{switch}}, GB"}
 
