@@ -41,7 +41,7 @@ class LiveRun:
 
 
 @contextmanager
-def live_run(tmp_path: Path, steps: int = 500) -> Iterator[LiveRun]:
+def live_run(tmp_path: Path, steps: int = 5000) -> Iterator[LiveRun]:
     """Stopped when the block ends, if it has not ended before."""
     runs = tmp_path / "runs"
     config = tiny_run(make_model_folder(tmp_path), runs, run={"dir": str(runs), "steps": steps, "name": "live",
