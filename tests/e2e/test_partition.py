@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.gate import CLOSED, HELD_S
+from tests.e2e.run_folders import WatchedRun
 from tests.e2e.two_nodes import BIN, DASHBOARD, ROOT, TwoNodes, reason_to_skip, two_nodes, wait_until
 
 SKIP = reason_to_skip()
@@ -66,37 +67,14 @@ class Job:
         return self.process.poll() is not None
 
 
-class Watched:
-    """What a run folder that is being written says so far."""
-
-    def __init__(self, runs: Path, job: Job) -> None:
-        self._runs, self._job = runs, job
-
-    @property
-    def folder(self) -> Path | None:
-        return next(iter(self._runs.glob("*")), None)
-
-    def rows(self, file: str) -> list[dict[str, Any]]:
-        assert not self._job.ended(), self._job.log.read_text()
-        path = None if self.folder is None else self.folder / file
-        text = path.read_text(encoding="utf-8") if path is not None and path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-    def steps(self) -> int:
-        return sum(row["kind"] == "step" for row in self.rows("metrics.jsonl"))
-
-    def subjects(self, kind: str) -> list[str]:
-        return [row["subject"] for row in self.rows("events.jsonl") if row["kind"] == kind]
-
-
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     """The step in which the cable is cut lasts until the machine is back, however fast or slow this one is."""
     runs, closed = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("gate") / "closed"
-    train = ["longtail", "train", "pocket-tiny", "--quiet", *SETTINGS, f"run.dir={runs}"]
+    train = ["longtail", "train", "pocket-tiny", "--quiet", *SETTINGS, f"run.dir={runs}", "run.id=partition"]
     with two_nodes() as cluster:
         job = Job(cluster, "partition", train, {CLOSED: str(closed)})
-        run = Watched(runs, job)
+        run = WatchedRun(runs / "partition", lambda: not job.ended(), job.log)
         wait_until("two steps", lambda: run.steps() >= 2, 200)
         closed.touch()
         time.sleep(1.0)  # into the rollout phase of the next one
@@ -109,8 +87,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
         wait_until("its return", lambda: lost in run.subjects("slot_returned"), 120)
         closed.unlink()
         job.process.wait(timeout=300)
-        assert run.folder is not None
-        yield Outcome(job.process.returncode, job.log.read_text(), run.folder, done, lost)
+        yield Outcome(job.process.returncode, job.log.read_text(), runs / "partition", done, lost)
 
 
 def test_the_job_succeeds_with_every_rollout_once(outcome: Outcome) -> None:
