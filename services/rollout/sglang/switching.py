@@ -35,9 +35,15 @@ from services.rollout.memory import gpu_memory, taken_since
 from services.rollout.sglang.deciding import Decider, LaunchedRound
 from services.rollout.sglang.graphs import CapturedGraphs
 from services.rollout.sglang.loader import served_version
-from services.rollout.sglang.one_stream import CAPTURE, capture_on_it, one_stream
 from services.rollout.sglang.order import CONFIG_FILE, SwitchOrder, read_order
 from services.rollout.sglang.rounds import note_round
+from services.rollout.sglang.streams import (
+    CAPTURE,
+    CAPTURE_DRAFTER,
+    capture_drafter,
+    capture_shared,
+    shared_streams,
+)
 from services.rollout.sglang.undrafted import CHAIN_SAMPLING, verify_chain
 from services.speculation.round import RoundView
 from services.speculation.selector import make_selector
@@ -48,7 +54,9 @@ RESTORE = "adaptive_spec.restore"  # under this name SGLang notes each switch, f
 FREE = -1  # a forced depth: none
 WIDTHS = ("speculative_num_steps", "speculative_num_draft_tokens")  # start arguments
 
-AROUND: dict[str, Callable[..., Any]] = {CHAIN_SAMPLING: verify_chain, CAPTURE: capture_on_it}
+AROUND: dict[str, Callable[..., Any]] = {
+    CHAIN_SAMPLING: verify_chain, CAPTURE: capture_shared, CAPTURE_DRAFTER: capture_drafter,
+}  # fmt: skip
 BEFORE: dict[str, Callable[..., Any]] = {}
 AFTER: dict[str, Callable[..., Any]] = {}
 _WORKER = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2"
@@ -189,7 +197,7 @@ def _capture(original: Callable[..., None], scheduler: Any) -> None:
     worker, every = scheduler.draft_worker, arguments.cuda_graph_config.decode.bs or []
     setattr(worker, SWITCH, Switch(order, worker, every))
     depth = order.pool.deepest
-    with _arguments(_of(worker), order.pool.sizes(depth, every), depth), one_stream():
+    with _arguments(_of(worker), order.pool.sizes(depth, every), depth), shared_streams():
         original(scheduler)
     return None
 

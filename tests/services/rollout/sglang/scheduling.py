@@ -63,20 +63,43 @@ def graph_capture(stream: Any = None) -> Any:
     )
 
 
+class Memory:
+    """The pool of all graphs: what one uses between its kernels is free for those captured after it on its stream, what
+    it leaves behind is not."""
+
+    def __init__(self) -> None:
+        self._free: dict[object, list[int]] = {}
+        self._blocks = 0
+
+    def capture(self, stream: object) -> tuple[int, set[int]]:
+        """(the block with the results, those used on the way)."""
+        results, *used = (self._take(stream) for _ in range(4))
+        self._free.setdefault(stream, []).extend(used)
+        return results, {results, *used}
+
+    def _take(self, stream: object) -> int:
+        if free := self._free.get(stream):
+            return free.pop()
+        self._blocks += 1
+        return self._blocks
+
+
 class Graphs:
-    """A graph runner: what it captured when it was made, and on which stream."""
+    """A graph runner: what it captured when it was made, on which stream, and where its results and its work lie."""
 
     def __init__(self, runner: ModelRunner, width: int) -> None:
         self.sizes, self.width = list(runner.server_args.cuda_graph_config.decode.bs), width
         with graph_capture() as context:
             self.stream = context.stream
+            self.results, self.used = runner.memory.capture(self.stream)
         rows = max(self.sizes) * width
         assert rows <= runner.logits_rows, f"the logits buffer holds {runner.logits_rows} rows, {rows} are needed"
 
 
 class ModelRunner:
-    def __init__(self, server_args: ServerArgs) -> None:
+    def __init__(self, server_args: ServerArgs, memory: Memory) -> None:
         self.server_args, self.tp_group = server_args, SimpleNamespace(ranks=[0], cpu_group=None)
+        self.memory = memory
         self.model = SimpleNamespace()
         self.logits_rows = 0
 
@@ -92,9 +115,10 @@ class ModelRunner:
 
 @dataclass
 class State:
-    """A SpecRuntimeState: graphs of the verification and of the drafter's catching up."""
+    """A SpecRuntimeState: graphs of the draft, the verification and the drafter's catching up."""
 
     speculative_num_steps: int
+    draft: Graphs
     target: Graphs
     extend: Graphs
 
@@ -166,14 +190,25 @@ class Result:
     num_correct_drafts_per_req_cpu: list[int] | None = None
 
 
+class EagleDraftWorker:
+    def __init__(self, draft_runner: ModelRunner) -> None:
+        self.draft_runner, self.graphs = draft_runner, list[Graphs]()
+
+    def _capture_cuda_graphs(self) -> None:
+        """The catching up takes its width from the start arguments."""
+        width = self.draft_runner.server_args.speculative_num_draft_tokens
+        self.graphs = [Graphs(self.draft_runner, 1), Graphs(self.draft_runner, width)]
+
+
 class EagleWorker:
     """EAGLEWorkerV2. A draft is accepted with probability 0.7. `probs`: sampled drafts, [B,V] of the first one."""
 
     def __init__(self, server_args: ServerArgs, target_args: ServerArgs, probs: bool, seed: int = 0) -> None:
         self.server_args, self._rng, self._probs = server_args, random.Random(seed), probs
-        self.target_worker = SimpleNamespace(model_runner=ModelRunner(target_args))
-        self.draft_runner = ModelRunner(server_args)
-        self.draft_worker = SimpleNamespace(draft_runner=self.draft_runner)
+        memory = Memory()
+        self.target_worker = SimpleNamespace(model_runner=ModelRunner(target_args, memory))
+        self.draft_runner = ModelRunner(server_args, memory)
+        self.draft_worker = EagleDraftWorker(self.draft_runner)
         self.speculative_num_steps = server_args.speculative_num_steps
         self.ps = SimpleNamespace(tp_rank=0, tp_size=1)
         self.adaptive_controller = AdaptiveController(self)
@@ -183,21 +218,25 @@ class EagleWorker:
     def init_cuda_graphs(self) -> None:
         self.target_worker.model_runner.make_logits_buffer()
         self.draft_runner.make_logits_buffer()
-        self.state = self._state(self.speculative_num_steps)
+        target = Graphs(self.target_worker.model_runner, self.speculative_num_steps + 1)
+        self.state = State(self.speculative_num_steps, *self._drafting(target))
         self.adaptive_controller.register(self.state)
-        target = f"{SRT}.speculative.adaptive_runtime_state.AdaptiveController.init_states"
-        hooked(target, AdaptiveController.init_states)(self.adaptive_controller, cuda_graph_bs=None)
+        name = f"{SRT}.speculative.adaptive_runtime_state.AdaptiveController.init_states"
+        hooked(name, AdaptiveController.init_states)(self.adaptive_controller, cuda_graph_bs=None)
 
-    def _state(self, steps: int) -> State:
-        """The drafter's catching up takes its width from the start arguments."""
-        target = Graphs(self.target_worker.model_runner, steps + 1)
-        return State(steps, target, Graphs(self.draft_runner, self.server_args.speculative_num_draft_tokens))
+    def _drafting(self, target: Graphs | None = None) -> tuple[Graphs, Graphs, Graphs]:
+        """The graphs of a depth; the first one's verification has been captured before its draft."""
+        name = f"{SRT}.speculative.eagle_worker_v2.EagleDraftWorker._capture_cuda_graphs"
+        hooked(name, EagleDraftWorker._capture_cuda_graphs)(self.draft_worker)
+        draft, extend = self.draft_worker.graphs
+        width = self.server_args.speculative_num_draft_tokens
+        return draft, target or Graphs(self.target_worker.model_runner, width), extend
 
     def build_adaptive_runtime_state(
         self, speculative_num_steps: int, speculative_num_draft_tokens: int, cuda_graph_bs: list[int] | None = None
     ) -> State:
         assert speculative_num_draft_tokens == speculative_num_steps + 1
-        return self._state(speculative_num_steps)
+        return State(speculative_num_steps, *self._drafting())
 
     def apply_runtime_state(self, state: State) -> None:
         self.speculative_num_steps, self.state = state.speculative_num_steps, state

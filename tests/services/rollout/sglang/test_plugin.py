@@ -64,6 +64,7 @@ SWITCHING = {
     ],
 }  # fmt: skip
 CAPTURING = f"{SRT}.distributed.parallel_state.GroupCoordinator.graph_capture"
+CAPTURING_DRAFTER = f"{SRT}.speculative.eagle_worker_v2.EagleDraftWorker._capture_cuda_graphs"
 SWITCHING_PAUSE = f"{SRT}.managers.scheduler.Scheduler.pause_generation"
 SWITCHING_OFF = f"{WORKER}._build_trivial_verify_input"
 TELL = f"{SRT}.managers.tokenizer_manager.TokenizerManager.convert_logprob_style"
@@ -109,7 +110,7 @@ def test_what_is_hooked_and_how() -> None:
     assert kinds == {
         LOAD_TARGET: around, LOAD_DRAFT: around, FLUSH: around, RPC: around, PREFILL: before, VERIFIED: before,
         STATE: after, TELL: after, SWITCHING_PAUSE: before, SWITCHING_OFF: after,
-            CAPTURING: around,
+        CAPTURING: around, CAPTURING_DRAFTER: around,
         **dict.fromkeys(SWITCHING, around),
     }  # fmt: skip
 
@@ -374,6 +375,7 @@ def test_what_is_hooked_exists_in_sglang_with_these_arguments() -> None:
         SWITCHING_PAUSE: ["self", "recv_req"],
         SWITCHING_OFF: ["self", "batch"],
         CAPTURING: ["self", "graph_capture_context", "stream"],
+        CAPTURING_DRAFTER: ["self"],
         **SWITCHING,
     }
     assert wanted.keys() == HookRegistry.hooks.keys()

@@ -18,9 +18,9 @@ from services.config.schema import SGLangEngine
 from services.core.errors import ConfigError
 from services.rollout.memory import GpuMemory
 from services.rollout.sglang import plugin
-from services.rollout.sglang.one_stream import one_stream
 from services.rollout.sglang.order import switch_order
 from services.rollout.sglang.rounds import histograms, newest_depth
+from services.rollout.sglang.streams import shared_streams
 from services.rollout.sglang.switching import (
     FREE,
     SWITCH,
@@ -92,24 +92,34 @@ def test_each_depth_has_graphs_of_its_own_width_for_its_own_batch_sizes(tmp_path
     assert runner.logits_rows == max(max(s.target.sizes) * s.target.width for s in states.values())
 
 
-def test_all_depths_are_captured_on_one_stream_and_other_engines_as_sglang_does(tmp_path: Path) -> None:
-    """PyTorch keeps a cuBLAS workspace for each."""
+def test_target_and_drafter_each_capture_all_depths_on_one_stream_and_other_engines_as_sglang_does(
+    tmp_path: Path,
+) -> None:
+    """PyTorch keeps a cuBLAS workspace for each stream."""
     states = started(tmp_path).draft_worker.adaptive_controller._states.values()
-    streams = {graphs.stream for state in states for graphs in (state.target, state.extend)}
-    assert len(streams) == 1
+    targets = {state.target.stream for state in states}
+    drafters = {graphs.stream for state in states for graphs in (state.draft, state.extend)}
+    assert len(targets) == len(drafters) == 1 and targets != drafters
     with graph_capture() as one, graph_capture() as other:
-        assert len({one.stream, other.stream, *streams}) == 3, "afterwards each capture has a stream of its own again"
-    assert started(tmp_path).draft_worker.state.target.stream not in streams, "an engine's own"
+        assert len({one.stream, other.stream, *targets, *drafters}) == 4, "afterwards a capture has its own again"
+    assert started(tmp_path).draft_worker.state.target.stream not in targets, "an engine's own"
+
+
+def test_at_every_depth_what_a_draft_leaves_behind_survives_the_verification(tmp_path: Path) -> None:
+    """Draft probabilities are read behind it: anything else in their place accepts drafts at random."""
+    for state in started(tmp_path).draft_worker.adaptive_controller._states.values():
+        assert state.draft.results not in state.target.used, state.speculative_num_steps
+        assert state.target.results not in state.extend.used, "the states that the drafter catches up with"
 
 
 def test_whoever_brings_a_stream_captures_on_it(tmp_path: Path) -> None:
     mine = object()
-    with one_stream(), graph_capture() as shared, graph_capture(stream=mine) as brought:
+    with shared_streams(), graph_capture() as shared, graph_capture(stream=mine) as brought:
         assert brought.stream is mine is not shared.stream
 
 
 def test_a_failed_start_shares_no_stream_with_what_follows() -> None:
-    with pytest.raises(RuntimeError), one_stream(), graph_capture() as failed:
+    with pytest.raises(RuntimeError), shared_streams(), graph_capture() as failed:
         raise RuntimeError
     with graph_capture() as following:
         assert following.stream is not failed.stream
