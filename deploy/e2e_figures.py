@@ -58,7 +58,8 @@ def result(
 
 def _figures(runs: Sequence[Run], mode: str) -> dict[str, Any]:
     """Medians over the counted steps of all seeds; idle and drafting seconds are a mean step's, over all slots.
-    `wall_s`: from the end of a step to the next one's, with what lies between the phases."""
+    `wall_s`: from the end of a step to the next one's, with what lies between the phases. `surprise_errors`: of the
+    step furthest from 0; tens of them mean that speculation was not lossless, and the mode's figures are void."""
     steps = _steps(runs, mode)
     free_s, drafting_s = sum(m.idle_s + m.drafting_s for m in steps), sum(m.drafting_s for m in steps)
     lengths = [m.acceptance_length for m in steps if m.acceptance_length]
@@ -78,6 +79,7 @@ def _figures(runs: Sequence[Run], mode: str) -> dict[str, Any]:
         "joules_per_step": round(mean(joules), 1) if joules else None,
         "response_len": [median(getattr(m, f"response_len_{q}") for m in steps) for q in ("p50", "p99", "max")],
         "steps_by_strategy": used,
+        "surprise_errors": round(max((m.surprise_errors for r in runs if r.mode == mode for m in r.steps), key=abs), 2),
         "reward": [[round(m.reward_mean, 4) for m in r.steps] for r in runs if r.mode == mode],
         "step_s": [[round(step_s(m), 4) for m in r.steps] for r in runs if r.mode == mode],
     }
@@ -149,14 +151,14 @@ def run_line(run: Run) -> str:
 
 def table(found: Mapping[str, Any]) -> str:
     head = f"{'mode':<8}{'step s':>8}{'x off':>7}{'same':>7}{'rollout':>9}{'policy':>8}{'publish':>9}{'tokens/s':>10}"
-    lines = [head + f"{'accept':>8}{'idle s':>8}{'reclaimed':>11}{'rewards differ, p':>19}"]
+    lines = [head + f"{'accept':>8}{'idle s':>8}{'reclaimed':>11}{'surprise':>10}{'rewards differ, p':>19}"]
     for mode, row in found["modes"].items():
         faster, same = (_or_dash(found[key].get(mode)) for key in ("speedup", "speedup_same_steps"))
         p = found["rewards_agree"].get(mode, {}).get("p", "-")
         lines.append(
             f"{mode:<8}{found['step_s'][mode]:>8.2f}{faster:>7}{same:>7}{row['rollout_s']:>9.2f}{row['policy_s']:>8.2f}"
             f"{row['publish_s']:>9.2f}{row['tokens_per_s']:>10.0f}{_or_dash(row['acceptance_length']):>8}"
-            f"{row['idle_s']:>8.2f}{row['reclaimed_share']:>11.0%}{p:>19}"
+            f"{row['idle_s']:>8.2f}{row['reclaimed_share']:>11.0%}{row['surprise_errors']:>10.1f}{p:>19}"
         )
     lines += [
         f"unfinished: seed {u['seed']} {u['mode']}, {u['steps']} steps: {u['error']}" for u in found["unfinished"]

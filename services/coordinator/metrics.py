@@ -78,6 +78,8 @@ def step_metrics(step: int, at_s: float, facts: StepFacts, estimates: Mapping[st
         grad_norm=policy.grad_norm,
         kl=policy.kl,
         entropy=policy.entropy,
+        surprise=policy.surprise,
+        surprise_errors=policy.surprise_errors,
         logprob_gap=policy.logprob_gap,
         mismatch_kl=policy.mismatch_kl,
         corrected_fraction=policy.corrected_fraction,

@@ -236,6 +236,8 @@ class PolicyStepReport:
     mismatch_kl: float  # KL(engine || trainer) per token before the update, k3 estimate
     corrected_fraction: float  # of the loss's tokens: importance weight bounded, or masked out by it
     entropy: float
+    surprise: float  # nats per token beyond the entropy; 0 within its error for responses drawn from the policy
+    surprise_errors: float  # the same in standard errors
     num_tokens: int
     zero_variance_fraction: float
     warnings: tuple[str, ...]
@@ -339,6 +341,8 @@ class StepMetrics:
     grad_norm: float
     kl: float
     entropy: float
+    surprise: float
+    surprise_errors: float
     logprob_gap: float
     mismatch_kl: float
     corrected_fraction: float

@@ -21,13 +21,15 @@ from services.policy.packs import Pack
 
 class Scores(NamedTuple):
     """logprobs [N] under the processed distribution (-inf: the trainer's top-k/top-p/min-p leaves the token out);
-    full_logprobs [N] with the temperature only, finite everywhere, for KL; entropy [N] in nats, no gradient;
+    full_logprobs [N] with the temperature only, finite everywhere, for KL; entropy [N] in nats and
+    spread [N], the variance of -log p of a token drawn from it, in nats squared, both without gradient;
     hidden [R,W,H], the last hidden state after the final norm, and aux [R,W,A*H], the outputs of the asked-for layers
     without gradient (None when none are), from the same forward pass."""
 
     logprobs: Tensor
     full_logprobs: Tensor
     entropy: Tensor
+    spread: Tensor
     hidden: Tensor
     aux: Tensor | None
 
@@ -59,10 +61,17 @@ def _score_logits(logits: Tensor, pack: Pack, hidden: Tensor, aux: Tensor | None
     if not pack.sampling.plain or pack.sampling.any_greedy:
         scale = torch.where(pack.sampling.temperature > 0, pack.sampling.temperature, 1.0)
         full = _pick((logits / scale[:, None]).log_softmax(-1), pack.token_ids)
-    with torch.no_grad():
-        # special.entr would need probabilities; xlogy-like handling of p = 0 by where, as 0 * -inf is NaN
-        entropy = -torch.where(processed > -torch.inf, processed.exp() * processed, 0.0).sum(-1)
-    return Scores(logprobs, full, entropy, hidden, aux)
+    return Scores(logprobs, full, *_uncertainty(processed), hidden, aux)
+
+
+@torch.no_grad()
+def _uncertainty(logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """(entropy, spread) [N] of [N,V]; in place where it can be, since [N,V] is the largest tensor of a step."""
+    finite = logprobs.masked_fill(logprobs == -torch.inf, 0.0)  # 0 * -inf is NaN
+    weighted = logprobs.exp().mul_(finite)
+    entropy = -weighted.sum(-1)
+    spread = weighted.mul_(finite).sum(-1) - entropy.square()
+    return entropy, spread.clamp_min_(0.0)  # a difference of large numbers, where a token is all but certain
 
 
 def _pick(logprobs: Tensor, token_ids: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from services.policy.logprobs import Scores
 from services.policy.surrogate import MAX_LOG_RATIO, TokenTerms
 
 GAP_ALARM = 0.05  # nats; float32 noise between engine and trainer is below 1e-4
+# Nats per token, and standard errors. Sampling from the policy of the step before gives about a thousandth.
+SURPRISE_ALARM, SURPRISE_ERRORS = 0.05, 6.0
 
 
 @dataclass
@@ -26,6 +28,8 @@ class Tally:
     mismatch_sum: float = 0.0
     corrected: int = 0
     entropy_sum: float = 0.0
+    surprise_sum: float = 0.0
+    spread_sum: float = 0.0
     scored_tokens: int = 0
     excluded_tokens: int = 0
     bad_hidden: int = 0
@@ -62,6 +66,8 @@ class Tally:
         self.gap_tokens += int(finite.sum())
         self.excluded_tokens += int((~finite).sum())
         self.entropy_sum += float(scores.entropy.sum())
+        self.surprise_sum -= float((logprobs + scores.entropy)[finite].sum())
+        self.spread_sum += float(scores.spread[finite].sum())
         self.scored_tokens += int(logprobs.shape[0])
 
     @property
@@ -90,6 +96,18 @@ class Tally:
         return self.entropy_sum / self.scored_tokens if self.scored_tokens else 0.0
 
     @property
+    def surprise(self) -> float:
+        """Mean of -log p of a token minus its expectation, the entropy, in nats per token. Whatever was drawn before,
+        the expectation of this is 0 for a token that was drawn from the policy, so over a step it is 0 within its
+        standard error: unless something else chose the tokens."""
+        return self.surprise_sum / self.gap_tokens if self.gap_tokens else 0.0
+
+    @property
+    def surprise_errors(self) -> float:
+        """`surprise` in standard errors (the differences are a martingale's, so their variances add up)."""
+        return self.surprise_sum / math.sqrt(self.spread_sum) if self.spread_sum else 0.0
+
+    @property
     def grad_norm(self) -> float:
         """Mean over the updates, before clipping."""
         return sum(self.grad_norms) / len(self.grad_norms) if self.grad_norms else 0.0
@@ -100,6 +118,13 @@ class Tally:
             found.append(
                 f"logprob_gap {self.logprob_gap:.3f} nats > {GAP_ALARM}: engine and trainer do not compute the same "
                 "distribution (stale weights in the engine, or another sampling convention)"
+            )
+        if abs(self.surprise) > SURPRISE_ALARM and abs(self.surprise_errors) > SURPRISE_ERRORS:
+            found.append(
+                f"surprise {self.surprise:+.3f} nats a token, {abs(self.surprise_errors):.0f} standard errors: "
+                "responses were not drawn from the policy, so what is learned from them is wrong (speculation that is "
+                "not lossless, or weights in the engine that are not the policy's): compare a run with OFF, "
+                "speculation.selector={type: fixed}"
             )
         if self.excluded_tokens:
             found.append(

@@ -306,6 +306,8 @@ class PolicyTrainer:
             mismatch_kl=tally.mismatch_kl,
             corrected_fraction=tally.corrected_fraction,
             entropy=tally.entropy,
+            surprise=tally.surprise,
+            surprise_errors=tally.surprise_errors,
             num_tokens=sum(len(r.response_ids) for r, t in zip(work.rollouts, work.trained, strict=True) if t),
             zero_variance_fraction=work.zero_variance_fraction,
             warnings=tuple(warnings),

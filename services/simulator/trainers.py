@@ -22,6 +22,7 @@ from services.simulator.scenario import Scenario
 
 STATE_BYTES = 16_384  # hidden states of a token: 8,192 numbers in bfloat16
 PACKED = 8192  # tokens of a micro-step
+NO_FIGURES = (0.0,) * 10  # of a report, between its version and its tokens: nothing is computed
 
 
 class TrainerModel:
@@ -96,7 +97,7 @@ class PolicyModel:
             self._seconds.policy_step + self._seconds.policy_token * self._trained.get(batch.step, tokens) / self._gpus
         )
         self.version, self.steps_done = old + 1, batch.step
-        report = PolicyStepReport(self.version, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, tokens, 0.0, (), seconds)
+        report = PolicyStepReport(self.version, *NO_FIGURES, tokens, 0.0, (), seconds)
         chunk = HiddenStateChunk(old, batch.step, len(batch.rollouts), tokens, tokens * STATE_BYTES)
         return (report, chunk, old), seconds
 

@@ -108,6 +108,7 @@ def test_speculation_stays_lossless_after_the_losses(outcome: Outcome) -> None:
     assert outcome.summary["greedy_mismatches"] == 0 and outcome.summary["greedy_checked"] == 2
     assert outcome.summary["rollout_seconds_off"] > 0 and outcome.summary["rollout_seconds_on"] > 0
     assert all(m.logprob_gap < 1e-3 for m in outcome.observer.steps)
+    assert all(abs(m.surprise_errors) < 6 for m in outcome.observer.steps), "responses are not the policy's"
 
 
 def test_no_process_is_left(outcome: Outcome) -> None:

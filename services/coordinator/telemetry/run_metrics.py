@@ -301,6 +301,8 @@ def _step_gauges(metrics: StepMetrics) -> dict[str, float | None]:
         "policy_loss": metrics.policy_loss,
         "kl": metrics.kl,
         "entropy": metrics.entropy,
+        "surprise": metrics.surprise,
+        "surprise_errors": metrics.surprise_errors,
         "grad_norm": metrics.grad_norm,
         "logprob_gap": metrics.logprob_gap,
         "mismatch_kl": metrics.mismatch_kl,

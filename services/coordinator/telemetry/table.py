@@ -112,6 +112,8 @@ POLICY = (
     _gauge("grad_norm", "Norm of the last step's gradient before clipping."),
     _gauge("logprob_gap", "Mean difference of the trainer's and the engines' logprobs, nats: a mismatch alarm."),
     _gauge("mismatch_kl", "KL divergence of the engines from the trainer per token before the update, estimated."),
+    _gauge("surprise", "Nats per token beyond the entropy; not 0 where something else than the policy chose tokens."),
+    _gauge("surprise_errors", "The same in standard errors: a few by chance, tens when speculation is not lossless."),
     _gauge("corrected_fraction", "Share of the loss's tokens whose importance weight was bounded or masked."),
     _gauge("published_version", "The newest version that was published.", ("weights",)),
     _gauge("served_version", "The version that a server says it serves.", ("slot", "weights")),

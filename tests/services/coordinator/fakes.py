@@ -363,7 +363,7 @@ class FakePolicy:
         old, self.version = self.version, self.version + (batch.step % self.no_signal_every != 0)
         assert all(r.policy_versions == (old,) for r in batch.rollouts), "off-policy rollouts"
         self.batches.append(batch)
-        report = PolicyStepReport(self.version, 0.1, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 10, 0.0, (), 0.5)
+        report = PolicyStepReport(self.version, 0.1, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 10, 0.0, (), 0.5)
         return report, HiddenStateChunk(old, batch.step, 4, 40, 4000), f"hidden {batch.step}"
 
     @property

@@ -10,7 +10,7 @@ from services.coordinator.alarms import useless_drafter
 from services.coordinator.metrics import StepFacts, step_metrics
 from services.core.types import PolicyStepReport, StepMetrics
 
-POLICY = PolicyStepReport(1, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.3, 10, 0.0, (), 0.1)
+POLICY = PolicyStepReport(1, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.3, 0.0, 0.0, 10, 0.0, (), 0.1)
 BLANK = step_metrics(1, 0.0, StepFacts(policy=POLICY), {})
 
 

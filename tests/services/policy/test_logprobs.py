@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -123,3 +125,19 @@ def test_mixed_sampling_in_one_pack_and_finite_full_logprobs(make_model, make_ro
     assert not torch.isnan(scores.logprobs).any() and (scores.logprobs == -torch.inf).any()
     for i, (logprobs, _) in scored(model, rollouts, 4096).items():
         torch.testing.assert_close(logprobs, one_by_one(model, rollouts[i])[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.6, top_k=7, top_p=0.8), SamplingParams(0.0)])
+def test_entropy_and_spread_are_the_mean_and_the_variance_of_what_a_token_drawn_costs(
+    make_model, make_rollout, sampling
+):
+    model, rollout = make_model(), make_rollout(0, 4, 8, sampling=sampling)
+    scores = Scorer(model)(packs_of([rollout], 4096)[0])
+    ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
+    logits = model(input_ids=ids).logits[0, 3:-1].float()
+    probs = process_logits(logits, sampling_tensors([sampling] * 8, logits.device)).softmax(-1).double()
+    for row, entropy, spread in zip(probs.tolist(), scores.entropy.tolist(), scores.spread.tolist(), strict=True):
+        costs = [(p, -math.log(p)) for p in row if p > 0]
+        mean = sum(p * cost for p, cost in costs)
+        assert entropy == pytest.approx(mean, abs=1e-5)
+        assert spread == pytest.approx(sum(p * (cost - mean) ** 2 for p, cost in costs), abs=1e-5)

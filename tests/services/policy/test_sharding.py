@@ -72,6 +72,19 @@ def both(kept: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory
     return in_team(WORKERS, tmp_path_factory.mktemp("team"), everything, kept)
 
 
+COMPARED = (
+    "loss",
+    "grad_norm",
+    "kl",
+    "clip_fraction",
+    "logprob_gap",
+    "mismatch_kl",
+    "entropy",
+    "surprise",
+    "surprise_errors",
+)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_two_workers_compute_what_one_does(
     name: str, alone: dict[str, Outcome], both: list[dict[str, Outcome]]
@@ -83,7 +96,7 @@ def test_two_workers_compute_what_one_does(
         assert mine.norm() > 1e-3 and (mine - other).norm() <= (later if number else 1e-6) * mine.norm()
     tolerance = 1e-6 if len(one.gradients) == 1 else later
     for ours, theirs in zip(one.reports, two.reports, strict=True):
-        for key in ("loss", "grad_norm", "kl", "clip_fraction", "logprob_gap", "mismatch_kl", "entropy"):
+        for key in COMPARED:
             assert getattr(theirs, key) == pytest.approx(getattr(ours, key), rel=tolerance, abs=1e-7), key
         assert (theirs.num_tokens, theirs.policy_version) == (ours.num_tokens, ours.policy_version)
         assert (theirs.warnings, theirs.corrected_fraction) == (ours.warnings, ours.corrected_fraction)

@@ -97,6 +97,8 @@ def make_metrics(
         grad_norm=0.5,
         kl=0.0,
         entropy=0.4,
+        surprise=0.0007,
+        surprise_errors=0.9,
         logprob_gap=1e-6,
         mismatch_kl=1e-7,
         corrected_fraction=0.0,

@@ -72,7 +72,8 @@ def test_views_are_written_at_most_once_per_interval(tmp_path: Path, monkeypatch
     real = progress_file.write_atomic
 
     def counted(path: Path, text: str) -> None:
-        writes.append(time.monotonic())
+        if path.is_relative_to(tmp_path):  # threads of the tests before this one show signs of life
+            writes.append(time.monotonic())
         real(path, text)
 
     monkeypatch.setattr(progress_file, "write_atomic", counted)
