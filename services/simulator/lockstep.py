@@ -8,10 +8,11 @@ as many rounds as one response has more than the other, with as many running as 
     running   3                   2        1
     seconds   prefill + 310 * r3  45 * r2  125 * r1
 
-An end may be seen late, by up to `late_s`. So neighbouring gaps are joined until they span SPAN times that, which
-leaves a tenth of error in the worst case and none in the mean, and MIN_ROUNDS, which even out single slow rounds. What
-is left at the end goes to the last one; a server whose rollouts all end within less tells nothing. A joined gap counts
-at its mean number of running requests and its mean context, both over its rounds: costs bend little in between.
+An end may be seen late: ends in the wrong order tell how late at least. So neighbouring gaps are joined until they
+span SPAN times that, which leaves some tenth of error at worst and none in the mean, and MIN_ROUNDS, which even out
+single slow rounds. What is left at the end goes to the last one; a server whose rollouts all end within less tells
+nothing. A joined gap counts at its mean number of running requests and its mean context, both over its rounds: costs
+bend little in between.
 
 Left out is what is not in lockstep: more requests than run at once, one that began after the first end, ends in another
 order than that of their rounds. Before the first end lies the prefill; that stretch tells its rate.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from math import ceil, log
 
 from services.speculation.cost_table import CostPoint, CostTable
@@ -56,11 +57,13 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """`capacity`: requests that run at once; `late_s`: an end is seen at most so much later; `dense`: keys and values
-    are one block as wide as its longest request (as in `Scenario`)."""
+    """`capacity`: requests that run at once; `late_s`: an end is seen at most so much later, `least_late_s`: taken to
+    be so late where nothing tells; `dense`: keys and values are one block as wide as its longest request (as in
+    `Scenario`)."""
 
     capacity: int
     late_s: float = 0.0
+    least_late_s: float = 0.0
     dense: bool = False
 
 
@@ -98,7 +101,13 @@ def lockstep(responses: Sequence[Response], rules: Rules) -> bool:
         return False
     if any(r.rounds < 1 for r in responses):
         return False
-    return all(later >= earlier - rules.late_s for (_, earlier), (_, later) in pairwise(_ends(responses)))
+    return lateness(responses) <= rules.late_s
+
+
+def lateness(responses: Sequence[Response]) -> float:
+    """By how much an end was seen behind one that came later: it was so late at least."""
+    seen = [end_s for _, end_s in _ends(responses)]
+    return max(latest - end_s for latest, end_s in zip(accumulate(seen, max), seen, strict=True))
 
 
 def _ends(responses: Iterable[Response]) -> list[tuple[int, float]]:

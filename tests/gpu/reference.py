@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -117,6 +118,16 @@ class Reference:
         ids = torch.tensor(rollout["ids"], device=CUDA)
         logits = self.logits(rollout["prompt_ids"], rollout["ids"], norm_factor)
         return logits.log_softmax(-1).gather(1, ids[:, None])[:, 0].cpu()
+
+    def surprise_errors(self, rollouts: Sequence[dict[str, Any]]) -> float:
+        """Of responses at temperature 1, as `services.policy.tally` has it of a step's."""
+        surprise = spread = 0.0
+        for rollout in rollouts:
+            told = self.logits(rollout["prompt_ids"], rollout["ids"]).log_softmax(-1).cpu()
+            entropy = -(told.exp() * told).sum(-1)
+            spread += float(((told.exp() * told * told).sum(-1) - entropy**2).sum())
+            surprise -= float(told.gather(1, torch.tensor(rollout["ids"])[:, None])[:, 0].sum() + entropy.sum())
+        return surprise / math.sqrt(spread)
 
 
 def compare_greedy(reference: Reference, base: list[dict[str, Any]], other: list[dict[str, Any]]) -> dict[str, Any]:

@@ -60,6 +60,7 @@ def test_every_step_trains_and_loses_nothing(watcher: Watcher) -> None:
     assert [m.policy_version for m in watcher.steps] == list(accumulate(signals))
     assert not [e for e in watcher.events if e.kind in ("slot_lost", "version_mismatch", "server_restarted")]
     assert max(m.logprob_gap for m in watcher.steps) < 0.05, "the server's weights are those that were published"
+    assert max(abs(m.surprise_errors) for m in watcher.steps) < 6, "responses are the policy's"
 
 
 def test_every_slot_is_the_policys_in_every_step(watcher: Watcher) -> None:

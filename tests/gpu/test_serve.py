@@ -32,7 +32,7 @@ CHAINS = ", ".join(f"{{drafter: eagle, depth: {d}, num_draft_tokens: {d + 1}}}" 
 SETTINGS = (
     f"rollout.engine={ENGINE}", f"speculation.selector={{type: adaptive, strategies: [{CHAINS}]}}",
     "model.dtype=bfloat16", "data.max_prompt_tokens=384", "rollout.sampling.max_tokens=1024",
-    "coordinator.start_timeout_s=400",
+    "coordinator.start_timeout_s=400", "placement.gpus_per_slot=1",
 )  # fmt: skip
 GREEDY_PROMPTS, CROWD, MAX_TOKENS = 24, 200, 256
 WAIT_S = 300.0

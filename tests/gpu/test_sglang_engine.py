@@ -74,6 +74,21 @@ def test_logprobs_are_the_trainers(case: str, probes: Probes, reference: Referen
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_samples_are_as_likely_as_the_targets_own(
+    case: str, probes: Probes, reference: Reference, results: dict[str, Any]
+) -> None:
+    """Over all tokens: one that was accepted and should not have been costs many nats. Of each strategy by itself, too:
+    the longest chain's draft probabilities once lay where the verification computed (surprise of 300 errors)."""
+    rollouts = {case: found(probes, case, "sampled")["rollouts"]}
+    if case in SWITCHING:
+        forced = found(probes, case, "strategies")["forced"]
+        rollouts |= {f"{case} {name}": run["rollouts"] for name, run in forced.items()}
+    errors = {name: round(reference.surprise_errors(drawn), 2) for name, drawn in rollouts.items()}
+    results.setdefault("surprise_errors", {}).update(errors)
+    assert max(map(abs, errors.values())) < 5, errors
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_samples_have_the_native_engines_distribution(
     case: str, probes: Probes, reference: Reference, results: dict[str, Any]
 ) -> None:

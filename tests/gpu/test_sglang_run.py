@@ -64,6 +64,7 @@ def test_versions_and_acceptance_grow_without_a_restart(watcher: Watcher) -> Non
     calm = watcher.steps[:CALM_STEPS]
     assert [m.policy_version for m in calm] == list(range(1, CALM_STEPS + 1))
     assert calm[-1].drafter_version >= CALM_STEPS // 2, "a drafter that got better is published"
+    assert max(abs(m.surprise_errors) for m in calm) < 6, "responses are the policy's"
     lengths = [m.acceptance_length or 0.0 for m in calm]
     assert sum(lengths[-4:]) / 4 > sum(lengths[:4]) / 4
     lost_at = [e.at_s for e in watcher.events if e.kind in ("slot_lost", "version_mismatch", "server_restarted")]

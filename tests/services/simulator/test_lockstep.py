@@ -17,6 +17,7 @@ from services.simulator.lockstep import (
     by_server,
     gaps,
     joined,
+    lateness,
     lockstep,
     pooled,
 )
@@ -90,6 +91,14 @@ def test_joined_gaps_are_long_enough_for_ends_that_are_seen_late(
         requests = sum(sum(r.rounds > n for r in exact) for n in range(start, start + gap.rounds))
         assert gap.running * gap.rounds == pytest.approx(requests)
         start += gap.rounds
+
+
+def test_ends_in_the_wrong_order_tell_how_late_they_were_seen() -> None:
+    own = served([10, 20, 30, 40], [0.0] + [0.01] * 4)
+    assert lateness(own) == 0.0
+    own[1] = replace(own[1], finished_s=own[3].finished_s + 0.05)
+    assert lateness(own) == pytest.approx(0.05 + 0.2 - 0.1)
+    assert lockstep(own, replace(RULES, late_s=0.16)) and not lockstep(own, replace(RULES, late_s=0.14))
 
 
 def test_what_spans_less_tells_nothing() -> None:

@@ -65,7 +65,7 @@ def test_ends_that_are_seen_late_do_no_harm(tmp_path: Path) -> None:
         return replace(step, responses=tuple(seen))
 
     seen = replace(run, steps=tuple(map(late, run.steps)))
-    assert rules_of(run.config).late_s == 0.1 and basis_of([seen]).used == 3
+    assert rules_of(run.config).late_s >= 0.1 and basis_of([seen]).used == 3
     found = predicted(other, basis_of([seen]))
     assert means(found)[0] == pytest.approx(means([s.metrics for s in other.steps])[0], rel=0.05)
 
