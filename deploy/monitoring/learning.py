@@ -46,9 +46,10 @@ POLICY = RowSpec(
               "engines and trainer do not compute the same model.", pick("logprob_gap"), "gap", width=12),
         lines("Mismatch, KL", "KL divergence of the engines from the trainer per token, nats.",
               pick("mismatch_kl"), "KL", width=6),
-        lines("Surprise", "How much less likely responses were than samples of the policy are, in standard errors: a "
-              "few by chance; tens mean that speculation or weights are wrong.", pick("surprise_errors"), "errors",
-              width=12),
+        lines("Surprise", "How much less likely responses were than the policy's own samples are, nats per token.",
+              pick("surprise"), "nats", width=6),
+        lines("Surprise, errors", "The same in standard errors: a few by chance; tens mean that speculation or weights "
+              "are wrong.", pick("surprise_errors"), "errors", width=6),
         lines("Corrected tokens", "Importance weight bounded, or masked out (policy.correction).",
               pick("corrected_fraction"), "share", width=6),
         lines("Staleness", "Policy versions between the oldest rollout of the last step and the policy it trained.",
