@@ -131,12 +131,14 @@ def test_drafts_whose_costs_were_not_seen_are_refused(runs: Mapping[str, Recorde
     assert predicted(runs["chain3"], basis_of([runs["off"], runs["chain1"]]))
 
 
-def test_a_colocated_policy_is_simulated_on_gpus_of_its_own(runs: Mapping[str, RecordedRun]) -> None:
-    shared = on_gpus(runs["off"].config, policy="colocated", gpus_per_slot=0.6, policy_gpus=0.4)
-    run = replace(runs["off"], config=shared)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_colocated_policy_is_simulated_on_gpus_of_its_own(runs: Mapping[str, RecordedRun], workers: int) -> None:
+    own = runs["off" if workers == 1 else "off-2"]
+    shared = on_gpus(own.config, policy="colocated", policy_workers=workers, gpus_per_slot=0.6, policy_gpus=0.4)
+    run = replace(own, config=shared)
     assert not simulated_config(run).placement.colocated
     assert rules_of(run.config).late_s > 0 and not rules_of(run.config).dense
-    assert len(predicted(run, basis_of([run]))) == 4
+    assert len(predicted(run, basis_of([run]))) == len(own.steps)
 
 
 def test_what_a_phase_takes_around_its_servers_work_is_added(runs: Mapping[str, RecordedRun]) -> None:
