@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from dataclasses import replace
 
 import pytest
 import torch
 
 from services.config.policy import Cispo, CorrectionConfig, Dapo, DrGrpo, Grpo, Gspo, PolicyConfig, Rloo
-from services.core.types import FinishReason, Rollout, SamplingParams, TrainBatch
-from services.models.sampling import process_logits, sampling_tensors
+from services.core.types import FinishReason, SamplingParams, TrainBatch
 from services.policy.batch import admit, split_updates
 from services.policy.trainer import PolicyTrainer
 
@@ -323,37 +321,6 @@ def test_learning_rate_falls_linearly_by_the_step(make_model, rollouts, step, le
         t.train_step(TrainBatch(step, tuple(rollouts), ADVANTAGES))
         moved.append(float((weights(t.model) - before).norm()))
     assert moved[1] == pytest.approx(left * moved[0], rel=1e-3, abs=1e-9)
-
-
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9)])
-def test_surprise_tells_responses_of_the_policy_from_others(make_model, sample_rollout, sampling) -> None:
-    """Logprobs are right in all three: what an engine says of a token does not tell who chose it."""
-    model = make_model()
-    drawn = [sample_rollout(model, i, 4, 60, "g", sampling) for i in range(8)]
-    own = trainer(model).train_step(batch(drawn)).report
-    assert abs(own.surprise_errors) < 4 and not any("surprise" in w for w in own.warnings)
-    likeliest = [sample_rollout(model, i, 4, 60, "g", SamplingParams(temperature=0.2)) for i in range(8)]
-    at_random = [] if sampling.top_p < 1 else [([_with_every_fifth_token_at_random(r) for r in drawn], 1)]
-    for others, sign in ((likeliest, -1), *at_random):
-        report = trainer(model).train_step(batch([_scored(model, r, sampling) for r in others])).report
-        assert sign * report.surprise_errors > 6 and report.logprob_gap < 1e-3
-        assert sum("not drawn from the policy" in w for w in report.warnings) == 1
-
-
-def _with_every_fifth_token_at_random(rollout: Rollout) -> Rollout:
-    rng = random.Random(rollout.rollout_id)
-    ids = (rng.randrange(24) if n % 5 == 0 else token for n, token in enumerate(rollout.response_ids))
-    return replace(rollout, response_ids=tuple(ids))
-
-
-@torch.no_grad()
-def _scored(model, rollout: Rollout, sampling: SamplingParams) -> Rollout:
-    """As an engine with `sampling` would tell of these tokens."""
-    ids, prompt = [*rollout.prompt_ids, *rollout.response_ids], len(rollout.prompt_ids)
-    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, prompt - 1 : -1].float()
-    told = process_logits(logits, sampling_tensors([sampling] * len(logits), logits.device)).log_softmax(-1)
-    own = told.gather(-1, torch.tensor(list(rollout.response_ids))[:, None])[:, 0]
-    return replace(rollout, rollout_logprobs=tuple(own.tolist()), sampling=sampling)
 
 
 def test_several_updates_per_step_learn_from_parts_and_collect_before_the_first(make_model, rollouts) -> None:
