@@ -61,12 +61,13 @@ def _score_logits(logits: Tensor, pack: Pack, hidden: Tensor, aux: Tensor | None
     if not pack.sampling.plain or pack.sampling.any_greedy:
         scale = torch.where(pack.sampling.temperature > 0, pack.sampling.temperature, 1.0)
         full = _pick((logits / scale[:, None]).log_softmax(-1), pack.token_ids)
-    return Scores(logprobs, full, *_uncertainty(processed), hidden, aux)
+    return Scores(logprobs, full, *uncertainty(processed), hidden, aux)
 
 
 @torch.no_grad()
-def _uncertainty(logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """(entropy, spread) [N] of [N,V]; in place where it can be, since [N,V] is the largest tensor of a step."""
+def uncertainty(logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """(entropy, spread) [N] of log probabilities [N,V], as in `Scores`; in place where it can be, since [N,V] is the
+    largest tensor of a step."""
     finite = logprobs.masked_fill(logprobs == -torch.inf, 0.0)  # 0 * -inf is NaN
     weighted = logprobs.exp().mul_(finite)
     entropy = -weighted.sum(-1)

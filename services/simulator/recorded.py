@@ -105,9 +105,10 @@ def most_at_once(run: RecordedRun) -> int:
 
 
 def rules_of(config: ClusterConfig) -> Rules:
-    native = config.rollout.engine.type == "native"
-    late = (0.0, 0.0) if native else (SEEN_LATE_S, LEAST_LATE_S)
-    return Rules(config.rollout.engine.max_running, *late, native)
+    engine = config.rollout.engine
+    if engine.type == "native":
+        return Rules(engine.max_running, dense=True)
+    return Rules(engine.max_running, SEEN_LATE_S, LEAST_LATE_S)
 
 
 def policy_place(config: ClusterConfig) -> str:

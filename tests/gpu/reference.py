@@ -19,6 +19,7 @@ from services.models.device import pick_device
 from services.models.files import read_config, read_tensors
 from services.models.layers import model_spec
 from services.models.target import TargetModel
+from services.policy.logprobs import uncertainty
 from services.rollout.native import EngineOptions, NativeEngine
 from services.speculation.selector import Fixed
 from services.speculation.strategy import OFF
@@ -124,8 +125,8 @@ class Reference:
         surprise = spread = 0.0
         for rollout in rollouts:
             told = self.logits(rollout["prompt_ids"], rollout["ids"]).log_softmax(-1).cpu()
-            entropy = -(told.exp() * told).sum(-1)
-            spread += float(((told.exp() * told * told).sum(-1) - entropy**2).sum())
+            entropy, spreads = uncertainty(told)
+            spread += float(spreads.sum())
             surprise -= float(told.gather(1, torch.tensor(rollout["ids"])[:, None])[:, 0].sum() + entropy.sum())
         return surprise / math.sqrt(spread)
 

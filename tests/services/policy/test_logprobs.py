@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from services.core.types import SamplingParams
-from services.models.sampling import process_logits, sampling_tensors
 from services.policy.logprobs import Scorer
 from services.policy.packs import make_packs
+from tests.services.policy.plain import one_by_one, processed
 
 CPU = torch.device("cpu")
 LENGTHS = [(3, 9), (5, 2), (1, 1), (4, 30), (2, 7), (6, 12), (3, 3)]
@@ -31,18 +31,6 @@ def scored(model, rollouts, budget):
             found[i] = (scores.logprobs[at : at + count], scores.hidden[row, column : column + length])
             at += count
     return found
-
-
-@torch.no_grad()
-def one_by_one(model, rollout):
-    model.set_attn_implementation("sdpa")
-    ids = torch.tensor([(*rollout.prompt_ids, *rollout.response_ids)])
-    out = model(input_ids=ids, use_cache=False, output_hidden_states=True)
-    start = len(rollout.prompt_ids)
-    logits = out.logits[0, start - 1 : -1].float()
-    n = logits.shape[0]
-    dist = process_logits(logits, sampling_tensors([rollout.sampling] * n, CPU)).log_softmax(-1)
-    return dist.gather(-1, ids[0, start:, None])[:, 0], out.hidden_states[-1][0]
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
@@ -133,9 +121,7 @@ def test_entropy_and_spread_are_the_mean_and_the_variance_of_what_a_token_drawn_
 ):
     model, rollout = make_model(), make_rollout(0, 4, 8, sampling=sampling)
     scores = Scorer(model)(packs_of([rollout], 4096)[0])
-    ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
-    logits = model(input_ids=ids).logits[0, 3:-1].float()
-    probs = process_logits(logits, sampling_tensors([sampling] * 8, logits.device)).softmax(-1).double()
+    probs = processed(model, rollout)[0].exp().double()
     for row, entropy, spread in zip(probs.tolist(), scores.entropy.tolist(), scores.spread.tolist(), strict=True):
         costs = [(p, -math.log(p)) for p in row if p > 0]
         mean = sum(p * cost for p, cost in costs)

@@ -6,12 +6,11 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 
 from services.config.policy import PolicyConfig
 from services.core.types import PolicyStepReport, Rollout, SamplingParams, TrainBatch
-from services.models.sampling import process_logits, sampling_tensors
 from services.policy.trainer import PolicyTrainer
+from tests.services.policy.plain import one_by_one
 
 
 def _report(model, rollouts) -> PolicyStepReport:
@@ -41,11 +40,7 @@ def _with_every_fifth_token_at_random(rollout: Rollout) -> Rollout:
     return replace(rollout, response_ids=tuple(ids))
 
 
-@torch.no_grad()
 def _scored(model, rollout: Rollout, sampling: SamplingParams) -> Rollout:
     """As an engine with `sampling` would tell of these tokens."""
-    ids, prompt = [*rollout.prompt_ids, *rollout.response_ids], len(rollout.prompt_ids)
-    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, prompt - 1 : -1].float()
-    told = process_logits(logits, sampling_tensors([sampling] * len(logits), logits.device)).log_softmax(-1)
-    own = told.gather(-1, torch.tensor(list(rollout.response_ids))[:, None])[:, 0]
-    return replace(rollout, rollout_logprobs=tuple(own.tolist()), sampling=sampling)
+    sampled = replace(rollout, sampling=sampling)
+    return replace(sampled, rollout_logprobs=tuple(one_by_one(model, sampled)[0].tolist()))
