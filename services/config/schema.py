@@ -100,7 +100,8 @@ class SGLangEngine(Section):
     max_len: int = Field(4096, ge=8)
     mem_fraction: float = Field(0.8, gt=0, lt=1)  # of the GPU's memory, for weights and KV cache
     kv_tokens: int | None = Field(None, ge=1)  # None: whatever mem_fraction leaves; set it when slots share a GPU
-    attention_backend: Literal["triton", "fa3", "flashinfer"] = "triton"
+    # auto: FlashAttention-3 for chains in bfloat16 on Hopper (rounds then hardly grow with the context), else Triton
+    attention_backend: Literal["auto", "triton", "fa3", "flashinfer"] = "auto"
     # Each rollout's own random numbers, whatever else is in the batch; slower, and only with argmax drafts.
     deterministic: bool = False
     stream_interval: int = Field(32, ge=1)  # tokens between two pieces of news of a running request, roughly

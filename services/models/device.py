@@ -26,6 +26,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def capability() -> tuple[int, int] | None:
+    """Compute capability of this process's first GPU; None without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
 def pick_dtype(word: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[word]
 

@@ -25,8 +25,8 @@ def engine_arguments(
     order: SwitchOrder | None = None,
 ) -> dict[str, Any]:
     """`model`: the target's folder and its config.json. `strategy`: the deepest, with an `order` to switch; that one's
-    text stands in for the file into which it goes at the start. Raises ConfigError when the model cannot hold
-    `max_len`."""
+    text stands in for the file into which it goes at the start. `engine`: with its attention picked. Raises ConfigError
+    when the model cannot hold `max_len`."""
     folder, model_config = model
     context = engine.max_len + reserved_tokens(strategy)
     positions = int(model_config.get("max_position_embeddings", context))

@@ -9,6 +9,7 @@ from typing import Any
 
 from services.config.schema import ClusterConfig, SGLangEngine
 from services.core.errors import ConfigError
+from services.models.device import capability
 from services.models.drafter import DrafterMethod
 from services.models.files import model_dir, read_config
 from services.models.layers import ModelSpec, model_spec
@@ -16,6 +17,7 @@ from services.models.methods import drafter_folder, drafter_method
 from services.models.target import target_names
 from services.models.tokenizer import load_tokenizer
 from services.rollout.sglang.arguments import engine_arguments, reserved_tokens
+from services.rollout.sglang.attention import pick_attention
 from services.rollout.sglang.engine import SGLangEngine as Adapter
 from services.rollout.sglang.engine import SGLangLimits, Shapes
 from services.rollout.sglang.handle import EngineHandle, Kind
@@ -56,10 +58,13 @@ def slot_arguments(config: ClusterConfig, engine: SGLangEngine, slot: int) -> di
     folder, strategy = model_dir(config.model.path), _deepest(config)
     model_config, start = read_config(folder), drafter_folder(config)
     seed = (config.run.seed * 1009 + slot) % 2**31
+    spec, strategies = model_spec(model_config), strategies_by_depth(config.speculation).values()
+    attention = pick_attention(engine, capability(), config.model.dtype, spec.head_dim, strategies)
+    engine = engine.model_copy(update={"attention_backend": attention})
     order = switch_order(config, engine, slot)
     arguments = engine_arguments(config, engine, strategy, (folder, model_config), start, seed, order)
     if strategy.drafter == "eagle":
-        method = drafter_method(config.drafter, model_spec(model_config))
+        method = drafter_method(config.drafter, spec)
         _check_drafter_folder(method, start, engine.max_len + reserved_tokens(strategy))
         _check_sampled(method, strategy)
     return arguments

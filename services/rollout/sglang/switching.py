@@ -80,7 +80,8 @@ class Switch:
         self.order, self.every = order, list(every)
         self._worker, self._group = worker, worker.target_worker.model_runner.tp_group
         self._leads = worker.ps.tp_rank == 0
-        self.place = f"sglang on {device_name(pick_device('auto'))}"
+        attention = worker.server_args.attention_backend
+        self.place = f"sglang on {device_name(pick_device('auto'))}, {attention} attention"
         self.captured: dict[int, CapturedGraphs] = {}
         self._mark = time.monotonic(), gpu_memory()
         selector = make_selector(order.config, Random(order.seed))

@@ -36,6 +36,7 @@ class ServerArgs:
     def __init__(self, steps: int, sizes: list[int], config_file: str | None, adaptive: bool = True) -> None:
         decode = SimpleNamespace(bs=sizes, max_bs=max(sizes))
         self.cuda_graph_config = SimpleNamespace(decode=decode)
+        self.attention_backend = "triton"
         self.speculative_num_steps, self.speculative_num_draft_tokens = steps, steps + 1
         self.speculative_adaptive, self.speculative_adaptive_config = adaptive, config_file
         self._declarations_materialized = True

@@ -239,6 +239,18 @@ def test_an_engine_that_switches_starts_with_the_deepest_chain_and_an_order(fold
     assert order.pool.depths == (0, 1, 2, 4) and order.server == "rollout-3"
 
 
+@pytest.mark.parametrize(("gpu", "attention"), [(None, "triton"), ((9, 0), "fa3"), ((8, 0), "triton")])
+def test_sglang_is_told_which_attention_to_take(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, gpu: tuple[int, int] | None, attention: str
+) -> None:
+    """Never `auto`: left to itself it takes what no test of ours has run with."""
+    monkeypatch.setattr("services.rollout.sglang.build.capability", lambda: gpu)
+    monkeypatch.setattr("services.rollout.sglang.attention.HEAD_DIMS", (spec_of(MODEL).head_dim,))
+    config = config_of(folder)
+    config = config.model_copy(update={"model": ModelConfig(path=str(folder), dtype="bfloat16")})
+    assert slot_arguments(config, engine_of(config), 0)["attention_backend"] == attention
+
+
 def test_one_chain_does_not_switch(folder: Path) -> None:
     arguments = slot_arguments(config_of(folder), engine_of(config_of(folder)), 0)
     assert not {"speculative_adaptive", "speculative_adaptive_config"} & arguments.keys()
