@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from services.coordinator.metering import Metering, method_word
 from services.coordinator.metrics import StepFacts, step_metrics
 from services.coordinator.observer import RunObserver
 from services.coordinator.progress import ProgressBoard
-from services.coordinator.recovery import Recovery
+from services.coordinator.recovery import Recovery, policy_loss_told
 from services.coordinator.releases import Releases
 from services.coordinator.resume import Takeover
 from services.coordinator.salvage import salvage
@@ -45,7 +46,7 @@ from services.coordinator.turns import Turns
 from services.coordinator.work import make_work
 from services.coordinator.worth import Worth
 from services.core.energy import EnergyClient, GpuName
-from services.core.errors import LongtailError, ServiceLostError, StopRequested
+from services.core.errors import LongtailError, StopRequested
 from services.core.protocols import Clock, Pending
 from services.core.types import (
     EvalResult,
@@ -137,7 +138,7 @@ class Coordinator:
         """
         status, error = "failed", "unexpected: see the log"
         try:
-            with self._policy_loss_told():
+            with policy_loss_told(self._services.policy.name, self._tell):
                 self._take_over()
                 loop.train(self, self._config.run.steps, self._config.run.eval_every)
                 self._compare()
@@ -146,7 +147,7 @@ class Coordinator:
             status, error = "finished", ""
         except (StopRequested, KeyboardInterrupt):  # the latter with every service in this process
             status, error = "stopped", ""
-            with self._policy_loss_told():
+            with policy_loss_told(self._services.policy.name, self._tell):
                 self.checkpoints.before_stopping()
             raise
         except LongtailError as problem:
@@ -203,16 +204,17 @@ class Coordinator:
         rollout = self._config.rollout
         label, sampling, seed = f"step{step:05d}", self._inputs.sampling, self._config.run.seed
         first = len(self._groups.sampled)
-        works = make_work(prompts, label, rollout.group_size, sampling, seed, self._engine_states, first)
+        keep = self._engine_states and self._worth.wants_states
+        works = make_work(prompts, label, rollout.group_size, sampling, seed, keep, first)
         self._board.begin("rollout", len(prompts) * rollout.group_size)
         self._timeline.open_window()
         with self._timed("rollout"):
             drafters = self._worth.slots(len(self._leases))
-            yield from self._phase.generate(works, drafters, step if self._engine_states else None)
+            yield from self._phase.generate(works, drafters, step if keep else None)
         self._facts.add_slot_seconds(self._timeline.close_window())
-        if self._engine_states:
+        if keep:
             with self._timed("rollout"):
-                self._drafting.finish()
+                self._drafting.leave()
                 taken = self._fleet.take_states(step)
             for chunk, blob in taken:
                 self._trainers.add_chunk(chunk, blob)
@@ -247,18 +249,24 @@ class Coordinator:
     def train_step(self, batch: TrainBatch) -> None:
         self.checkpoints.recorded = None
         self._board.enter("policy")
-        if self._engine_states:  # which are here already: the verdict comes while the policy trains
-            self._releases.estimate(self._drafting.live)
+        wanted, early = self._worth.wants_states, self._engine_states and not self._config.placement.colocated
+        if early:  # the states are here already: the verdict comes while the policy trains, on other GPUs
+            self._judge(wanted)
         with self._timed("policy"), self._timeline.span("policy", "policy"):
             self._turns.begin()
-            report, pending, blob = self._services.policy.train_step(batch)
+            report, pending, blob = self._services.policy.train_step(replace(batch, keep_states=wanted))
             self._facts.policy = self._ask_policy(report)
             chunk = self._ask_policy(pending)
         self._drafting.finish()  # long since done: its last micro-step ended while the policy was trained
         self._facts.drafter = tuple(self._drafting.progress)
-        if not self._engine_states:
+        if wanted and not self._engine_states:
             self._trainers.add_chunk(chunk, blob)
-            self._releases.estimate(self._drafting.live)
+        if not early:
+            self._judge(wanted)
+
+    def _judge(self, wanted: bool) -> None:
+        self._drafting.finish()
+        self._releases.estimate(self._drafting.live if wanted else None)
 
     def publish_policy(self) -> None:
         self._board.enter("publish")
@@ -355,18 +363,6 @@ class Coordinator:
         answer = self._calls.wait_for(self._services.policy.name, pending, self._patience.call_s)
         self._turns.heard()
         return answer
-
-    @contextmanager
-    def _policy_loss_told(self) -> Iterator[None]:
-        """Whichever call found the policy trainer gone, a checkpoint under way or a step."""
-        try:
-            yield
-        except ServiceLostError as error:
-            if error.name != self._services.policy.name:
-                raise
-            reason = f"{error.reason}; what the policy learned since the last checkpoint died with it"
-            self._tell("policy_lost", error.name, reason)
-            raise ServiceLostError(error.name, reason) from error
 
     def _slot_changed(self, before: SlotLease, after: SlotLease, now: float) -> None:
         self._timeline.slot_changed(before, after, now)

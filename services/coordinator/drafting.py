@@ -151,6 +151,13 @@ class Drafting:
     def stop_all(self) -> None:
         self.stop(self.slots)
 
+    def leave(self) -> None:
+        """Stop, and wait until no slot trains: each has given back what its last micro-step took, its state apart."""
+        self.stop_all()
+        while self._lanes:
+            self._calls.turn()
+            self._fleet.expire()
+
     def finish(self) -> None:
         """Stop, and wait until no slot trains and `live` holds all that was learned."""
         self.stop_all()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,22 @@ from services.coordinator.drafting import Drafting
 from services.coordinator.releases import Releases
 from services.coordinator.resume import Takeover, drafter_version_after, resumed_message, takeover_message
 from services.core.checkpoints import CheckpointNote
+from services.core.errors import ServiceLostError
 from services.core.protocols import Blob, Pending, PolicyClient
+from services.core.types import RunEvent
+
+
+@contextmanager
+def policy_loss_told(policy: str, tell: Callable[[str, str, str], RunEvent]) -> Iterator[None]:
+    """Whichever call found the policy trainer gone, a checkpoint under way or a step."""
+    try:
+        yield
+    except ServiceLostError as error:
+        if error.name != policy:
+            raise
+        reason = f"{error.reason}; what the policy learned since the last checkpoint died with it"
+        tell("policy_lost", error.name, reason)
+        raise ServiceLostError(error.name, reason) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,8 @@ class Releases:
 
     def estimate(self, live: Blob | None) -> None:
         """Ask how well the live, the served and the first drafter fit the newest hidden states, before any of it is
-        trained on. Rollout waits for the answers: each trainer is asked about some of them, and nobody twice about the
-        same state."""
+        trained on; None in a step without any, of which nothing can be said. Rollout waits for the answers: each
+        trainer is asked about some of them, and nobody twice about the same state."""
         self.estimates, self._asked, self.gain = {}, live, None
         newest, up = self._trainers.newest, self._trainers.up
         if newest is None or not up or live is None or self._served is None or self._frozen is None:

@@ -28,16 +28,16 @@ class Turns:
         self, parts: Parts, drafting: Drafting, policy: PolicyClient, ask: Callable[[Pending[Any]], Any]
     ) -> None:
         self._colocated = parts.config.placement.colocated
-        self._fleet, self._leases, self._trainers = parts.fleet, parts.leases, parts.trainers
+        self._fleet, self._leases = parts.fleet, parts.leases
         self._clock, self._telemetry = parts.clock, parts.telemetry
         self._drafting, self._policy, self._ask = drafting, policy, ask
 
     def begin(self) -> None:
-        """The policy's: every slot that is not lost becomes its own. No slot has work. Drafter trainers have ended."""
+        """The policy's: every slot that is not lost becomes its own. No slot has work, and no drafter trains any more;
+        what they learned last may still be on its way to host memory."""
         if not self._colocated:
             return
-        self._drafting.finish()
-        self._trainers.settle()
+        self._drafting.leave()
         self._fleet.lend()
         assert not self._leases.in_state(*HELD), "a slot is held by somebody else in the policy's turn"
         for slot in self._leases.in_state(SlotState.IDLE):

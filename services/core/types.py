@@ -213,11 +213,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """Rollouts of one step with one advantage each (group-relative credit), ready for the policy trainer."""
+    """Rollouts of one step with one advantage each (group-relative credit), ready for the policy trainer.
+    `keep_states`: the drafter has a use for this step's hidden states."""
 
     step: int
     rollouts: tuple[Rollout, ...]
     advantages: tuple[float, ...]
+    keep_states: bool = True
 
     def __post_init__(self) -> None:
         assert len(self.rollouts) == len(self.advantages)

@@ -101,6 +101,8 @@ class DrafterService:
         steps: list[MicroStep] = []
         while len(self._buffer) and self._interrupted != epoch and (not steps or self._clock() - started < budget_s):
             steps.append(self._trainer.train_micro_step(self._draw()))
+        if self._interrupted == epoch:  # somebody else has the GPU when this is answered
+            free_cache(self._trainer.device)
         return summarise(steps, self._trainer.total_steps, self._clock() - started, self._buffer)
 
     def interrupt(self, epoch: int) -> None:
@@ -117,9 +119,8 @@ class DrafterService:
     def snapshot(self, epoch: int) -> tuple[int, DrafterState]:
         """(total_steps, a copy of the state) for the next `begin`, here or in another slot. A lease ends with it."""
         self._check(epoch)
-        state = self._trainer.state()
         free_cache(self._trainer.device)
-        return self._trainer.total_steps, state
+        return self._trainer.total_steps, self._trainer.state()
 
     def held(self) -> tuple[int, DrafterState | None]:
         """(total_steps, state) as it is now, for a coordinator that knows nothing; (-1, None) before `begin`."""

@@ -6,8 +6,9 @@
 The drafter's hidden states are the policy's last hidden states *before* the first update, the ones the rollouts were
 sampled with. With one update per step they come from the first inner epoch's forward pass, which is the only one then;
 with several a forward pass over the whole batch goes ahead. Rollouts without a signal that the loss skips still run
-forward once, without gradients, so that the drafter sees the long failures too. Where the engines keep the states
-(`keep_states` False) none of that is done, and the report's figures are those of the trained rollouts.
+forward once, without gradients, so that the drafter sees the long failures too. Where the engines keep the states, or
+the drafter has no use for those of a step (`keep_states` False), none of that is done, and the report's figures are
+those of the trained rollouts.
 """
 
 from __future__ import annotations
@@ -60,10 +61,11 @@ class _Prepared:
 
 @dataclass
 class _FirstPass:
-    """What a step's forward passes have told; `hidden` by the rollout's place in the batch."""
+    """What a step's forward passes have told; `hidden` by the rollout's place in the batch, if they are to `keep`."""
 
     tally: Tally
     aux_layers: tuple[int, ...]
+    keep: bool
     hidden: dict[int, HiddenStates] = field(default_factory=dict)
 
     def of(self, team: Team) -> _FirstPass:
@@ -72,7 +74,7 @@ class _FirstPass:
         if len(found) <= 1:
             return self
         hidden = {i: states for _, other in found for i, states in other.items()}
-        return _FirstPass(Tally.merged([tally for tally, _ in found]), self.aux_layers, hidden)
+        return replace(self, tally=Tally.merged([tally for tally, _ in found]), hidden=hidden)
 
 
 class PolicyTrainer:
@@ -173,9 +175,10 @@ class PolicyTrainer:
         self._set_learning_rate(batch.step)
         work = admit(batch, self.model.config.vocab_size, self.config)
         parts, extra = self._packs(work)
-        first = _FirstPass(Tally(), self._aux_layers)
+        keep = self._keep_states and batch.keep_states
+        first = _FirstPass(Tally(), self._aux_layers if keep else (), keep)
         prepared = [[_Prepared(pack, self._reference_logprobs(pack)) for pack in part] for part in parts]
-        if self._keep_states:
+        if first.keep:
             self._look(map(_Prepared, extra), first)
         if len(parts) > 1:
             self._look(itertools.chain.from_iterable(prepared), first)
@@ -266,7 +269,7 @@ class PolicyTrainer:
         and of the pack's memory."""
         pack, one.before = one.pack, scores.logprobs.detach()
         first.tally.add_scores(scores, pack.rollout_logprobs)
-        if not self._keep_states:
+        if not first.keep:
             return
         states = scores.hidden.detach().to(self._state_dtype).cpu()
         aux = None if scores.aux is None else scores.aux.to(self._state_dtype).cpu()

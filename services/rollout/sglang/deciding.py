@@ -5,6 +5,9 @@ SGLang launches a round before it has read the results of the one before, so a c
 round's wall time is taken where its results are read anyway: from the moment the batch before it was read (a prefill
 counts as one) or from its own launch, whichever is later, to the moment it was read. The differences of moments seen on
 the CPU are late by the same lag, so over rounds in a row they are the GPU's.
+
+A depth's first round in a process compiles kernels (half a second on an H200 for a chain of 12, whose rounds take 8 ms
+from then on): it says nothing about the depth and is kept from the selector, which would not try that one again.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class Decider:
         self._forced: int | None = None
         self._read_s = 0.0  # when results were last read
         self._held_s = float("-inf")  # when SGLang was last told to pause
+        self._compiled = set[int]()  # depths that have run
         self._log = ChoiceLog()
 
     def force(self, depth: int | None) -> None:
@@ -82,14 +86,17 @@ class Decider:
         began_s, self._read_s = max(self._read_s, launched.launched_s), now_s
         if launched.launched_s <= self._held_s or not accepted:
             return
+        self._log.note(launched.choice, launched.view.running, tokens, began_s, now_s)
         depth = launched.choice.strategy.depth
+        if depth not in self._compiled:
+            self._compiled.add(depth)
+            return
         tried = tuple(sum(a >= k for a in accepted) for k in range(depth))
         kept = tuple(sum(a > k for a in accepted) for k in range(depth))
         seconds = StageSeconds(0.0, 0.0, 0.0, rest=now_s - began_s)
         cut = max(0, len(accepted) + sum(accepted) - tokens)
         outcome = RoundOutcome(launched.choice.strategy, launched.view, tokens, seconds, tried, kept, cut)
         self._selector.record(outcome)
-        self._log.note(launched.choice, launched.view.running, tokens, began_s, now_s)
 
     def selector_state(self, place: str) -> SelectorState | None:
         return selector_state(self._selector, place)

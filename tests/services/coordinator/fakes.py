@@ -364,7 +364,9 @@ class FakePolicy:
         assert all(r.policy_versions == (old,) for r in batch.rollouts), "off-policy rollouts"
         self.batches.append(batch)
         report = PolicyStepReport(self.version, 0.1, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 10, 0.0, (), 0.5)
-        return report, HiddenStateChunk(old, batch.step, 4, 40, 4000), f"hidden {batch.step}"
+        kept = HiddenStateChunk(old, batch.step, 4, 40, 4000)
+        none = HiddenStateChunk(0, batch.step, 0, 0, 0)
+        return report, kept if batch.keep_states else none, f"hidden {batch.step}"
 
     @property
     def steps_done(self) -> int:

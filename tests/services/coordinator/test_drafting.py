@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.services.coordinator.world import World, tiny_config
 
 SNAPSHOT_S = 3.0
@@ -28,3 +30,54 @@ def test_whoever_joins_first_after_a_round_holds_its_state_already() -> None:
     assert len(trainers[0].prepared) > 2 and trainers[0].prepared == sorted(trainers[0].prepared)
     later = [held for t in trainers for trained, held in t.begun if trained]
     assert later and all(later)
+
+
+def test_a_policy_that_shares_the_gpus_does_not_wait_for_what_was_learned() -> None:
+    """It begins as soon as nobody trains, while a large state is still being copied."""
+    world = World(tiny_config(run={"steps": 4}, drafter=DRAFTER, placement={"policy": "colocated"}))
+    for drafter in world.drafters:
+        drafter.instance.snapshot_s = SNAPSHOT_S
+    drafting, handing = world.coordinator._drafting, list[bool]()
+    plain = drafting.leave
+
+    def leave() -> None:
+        plain()
+        assert not drafting.slots
+        handing.append(bool(drafting._round.handing))
+
+    drafting.leave = leave  # type: ignore[method-assign]
+    assert world.coordinator.run()["drafter_version"] > 0, "and it is used"
+    assert any(handing)
+
+
+@pytest.mark.parametrize("states", ["policy", "engine"])
+def test_a_drafter_that_nobody_trains_gets_no_states(states: str) -> None:
+    engine = {"type": "sglang", "max_running": 12, "max_len": 1024}
+    rollout = {"num_servers": 2, "group_size": 4, "prompts_per_step": 6, "engine": engine}
+    training = {"when": "never"}
+    world = World(
+        tiny_config(rollout=rollout, placement={"mode": "local"}, drafter={"states": states, "training": training})
+    )
+    assert world.coordinator.run()["drafter_version"] == 0
+    assert not any(d.instance.chunks for d in world.drafters)
+    assert not any(batch.keep_states for batch in world.policy.instance.batches)
+    assert not any(keep for server in world.servers for _, keep in server.instance.asked)
+    assert all(step.acceptance_length_live_offline is None for step in world.observer.steps)
+
+
+@pytest.mark.parametrize("states", ["policy", "engine"])
+def test_a_drafter_that_rests_gets_states_for_its_next_try(states: str) -> None:
+    """Its verdict is about states that it has not trained on: those of the step that trained, never older ones."""
+    engine = {"type": "sglang", "max_running": 12, "max_len": 1024}
+    rollout = {"num_servers": 2, "group_size": 4, "prompts_per_step": 6, "engine": engine}
+    training = {"min_gain": 1e9, "drift": 1e9, "patience": 1, "probe_every": 4}
+    drafter = {**DRAFTER, "states": states, "training": training}
+    world = World(tiny_config(run={"steps": 14}, rollout=rollout, placement={"mode": "local"}, drafter=drafter), 200)
+    assert world.coordinator.run()["status"] == "finished"
+    kept, trained = sorted(set(world.drafters[0].instance.chunks)), [bool(s.drafting_s) for s in world.observer.steps]
+    rests = next(e for e in world.observer.events if e.kind == "drafter_rests")
+    first = 1 + sum(s.at_s <= rests.at_s for s in world.observer.steps)  # of those that rest
+    tries = [i for i, t in enumerate(trained, 1) if t and i >= first]
+    assert len(tries) >= 2 and kept == [*range(1, first), *sorted({k for t in tries for k in (t - 1, t)})]
+    for step in world.observer.steps:
+        assert (step.acceptance_length_live_offline is not None) == (step.step in kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,6 +81,29 @@ def test_always_and_never_ask_nobody() -> None:
     for worth, slots in ((always, 3), (never, 0)):
         worth.step([], 0.0)
         assert worth.slots(3) == slots
+
+
+@given(st.integers(1, 6), st.integers(1, 30))
+def test_states_are_kept_around_the_steps_that_train(probe_every: int, rested: int) -> None:
+    """Those of a step that trains judge what it learned; those of the step before are what it trains on."""
+    worth = Worth(DrafterTraining(min_gain=0.01, patience=1, probe_every=probe_every))
+    assert worth.wants_states, "who does not rest trains whenever a slot is idle"
+    worth.step([], 0.0)
+    assert worth.resting
+    trains, kept = list[bool](), list[bool]()
+    for _ in range(rested + 1):
+        trains.append(worth.slots(4) > 0)
+        kept.append(worth.wants_states)
+        worth.step([], None)
+    assert kept[:-1] == [now or after for now, after in pairwise(trains)]
+
+
+def test_states_that_nobody_would_ever_train_on_are_not_kept() -> None:
+    always, never = (Worth(DrafterTraining(when=w, patience=1)) for w in ("always", "never"))  # type: ignore[arg-type]
+    for _ in range(3):
+        assert always.wants_states and not never.wants_states
+        always.step([], 0.0)
+        never.step([], 0.0)
 
 
 @given(st.lists(st.tuples(st.sampled_from([None, 0.0, 0.02]), st.integers(0, 100)), max_size=20), st.integers(0, 20))

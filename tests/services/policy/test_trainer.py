@@ -95,15 +95,16 @@ def test_zero_variance_skip_leaves_everything_alone(make_model, rollouts, kl_coe
     assert len(step.hidden) == 8 and step.chunk.num_sequences == 8
 
 
-def test_where_the_engines_keep_the_states_a_step_trains_alike_and_yields_none(make_model, rollouts) -> None:
+def test_where_nobody_has_a_use_for_the_states_a_step_trains_alike_and_yields_none(make_model, rollouts) -> None:
     half = [*ADVANTAGES[:4], 0.0, 0.0, 0.0, 0.0]
     both = []
-    for keep in (True, False):
-        t = trainer(make_model(), keep_states=keep)
-        step = t.train_step(batch(rollouts, half))
+    for ever, now in ((True, True), (True, False), (False, True)):
+        t = trainer(make_model(), keep_states=ever)
+        step = t.train_step(replace(batch(rollouts, half), keep_states=now))
         both.append((weights(t.model), step.report.loss, step.report.grad_norm, step.report.policy_version))
-        assert len(step.hidden) == step.chunk.num_sequences == (8 if keep else 0)
-    assert torch.equal(both[0][0], both[1][0]) and both[0][1:] == both[1][1:]
+        assert len(step.hidden) == step.chunk.num_sequences == (8 if ever and now else 0)
+    for other in both[1:]:
+        assert torch.equal(both[0][0], other[0]) and both[0][1:] == other[1:]
     assert (step.chunk.num_tokens, step.chunk.num_bytes, step.chunk.num_missing) == (0, 0, 0)
 
 

@@ -29,10 +29,17 @@ class Wants:
         self.told.append(outcome)
 
 
-def decider(depth: int = 5, captured: tuple[int, ...] = (0, 3, 5)) -> tuple[Decider, Wants]:
+def decider(depth: int = 5, captured: tuple[int, ...] = (0, 3, 5), fresh: bool = False) -> tuple[Decider, Wants]:
+    """Every depth has run, unless `fresh`."""
     wants = Wants(SEVERAL[depth])
     graphs = {d: CapturedGraphs(d, POOL.largest(d), 1, 0, 0, 0.0) for d in captured}
-    return Decider(wants, SEVERAL, POOL, graphs), wants
+    made = Decider(wants, SEVERAL, POOL, graphs)
+    for d in () if fresh else captured:
+        made.force(d)
+        made.finish(made.launch(RoundView(1, 9), -1.0), [0], 1, -0.5)
+    made.force(None)
+    made.take_spans()
+    return made, wants
 
 
 def depth_of(launched: LaunchedRound) -> int:
@@ -71,6 +78,18 @@ def test_a_forced_depth_asks_nobody_and_the_selector_still_learns() -> None:
     assert depth_of(ours.launch(RoundView(2, 9), 2.0)) == 5
     with pytest.raises(AssertionError):
         ours.force(4)
+
+
+def test_a_depths_first_round_compiles_and_is_kept_from_the_selector() -> None:
+    """Told, half a second for a round that takes milliseconds, it would never be chosen again."""
+    ours, wants = decider(fresh=True)
+    for depth, took, learned in ((5, 0.55, 0), (5, 0.008, 1), (3, 0.5, 1), (0, 0.4, 1), (3, 0.006, 2), (5, 0.008, 3)):
+        ours.force(depth)
+        ours.finish(ours.launch(RoundView(2, 9), 1.0), [1, 0], 3, 1.0 + took)
+        assert len(wants.told) == learned
+        ours.read(0.0)
+    assert all(told.seconds.total < 0.1 for told in wants.told)
+    assert sum(span.rounds for span in ours.take_spans()) == 6, "what ran is told all the same"
 
 
 def test_tries_and_accepted_drafts_by_position() -> None:
