@@ -1,4 +1,4 @@
-"""Measurements of the engine's drafting: `longtail bench switch` and `bench acceptance`."""
+"""Measurements of the engine's drafting: `longtail bench switch`, `bench acceptance` and `bench rounds`."""
 
 from __future__ import annotations
 
@@ -45,5 +45,23 @@ def bench_acceptance(
         from deploy.bench_acceptance import run_bench
 
         result = run_bench(resolved, groups, siblings, running)
+        if as_json:
+            print(json.dumps(result))
+
+
+def bench_rounds(
+    config: Annotated[str, typer.Option(help="Whose model, engine and strategies to measure.")] = "reasoner-e2e",
+    settings: Overrides = None,
+    cells: Annotated[str, typer.Option(help="REQUESTSxCONTEXT, several by comma.")] = "1x500,1x3000,4x1500,16x500",
+    tokens: Annotated[int, typer.Option(min=8, help="Most tokens of a request in one go.")] = 400,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Measured of each cell and strategy.")] = 2.5,
+    as_json: AsJson = False,
+) -> None:
+    """What a round takes through a rollout server, by strategy, running requests and context (SGLang: needs a GPU)."""
+    with errors_told():
+        resolved = config_of(config, settings or [])
+        from deploy.bench_rounds import parse_cells, run_bench
+
+        result = run_bench(resolved, parse_cells(cells), tokens, seconds)
         if as_json:
             print(json.dumps(result))

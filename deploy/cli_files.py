@@ -8,7 +8,7 @@ from deploy.cli_bench_gpu import bench_graphs, bench_tailed
 from deploy.cli_bench_serve import bench_serve
 from deploy.cli_costs import add_benches
 from deploy.cli_drafter import drafter_app
-from deploy.cli_engine import bench_acceptance, bench_switch
+from deploy.cli_engine import bench_acceptance, bench_rounds, bench_switch
 from deploy.cli_explain import explain
 from deploy.cli_gain import bench_gain, gain
 from deploy.cli_model import model_app
@@ -36,5 +36,6 @@ def add_commands(app: typer.Typer, bench: typer.Typer) -> None:
     bench.command("graphs")(bench_graphs)
     bench.command("acceptance")(bench_acceptance)
     bench.command("switch")(bench_switch)
+    bench.command("rounds")(bench_rounds)
     bench.command("trl")(bench_trl)
     bench.command("serve")(bench_serve)
