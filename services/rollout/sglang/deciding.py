@@ -6,8 +6,9 @@ round's wall time is taken where its results are read anyway: from the moment th
 counts as one) or from its own launch, whichever is later, to the moment it was read. The differences of moments seen on
 the CPU are late by the same lag, so over rounds in a row they are the GPU's.
 
-A depth's first round in a process compiles kernels (half a second on an H200 for a chain of 12, whose rounds take 8 ms
-from then on): it says nothing about the depth and is kept from the selector, which would not try that one again.
+The first round of a depth in a process compiles kernels (half a second on an H200 for a chain of 12, whose rounds take
+8 ms from then on), and that of each of its graphs loads the graph (a tenth of one). Such a round says nothing about its
+strategy and is kept from the selector, which would avoid that one for long. Which graph runs follows from the requests.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Decider:
         self._forced: int | None = None
         self._read_s = 0.0  # when results were last read
         self._held_s = float("-inf")  # when SGLang was last told to pause
-        self._compiled = set[int]()  # depths that have run
+        self._run = set[tuple[int, int]]()  # depths with so many requests that have run
         self._log = ChoiceLog()
 
     def force(self, depth: int | None) -> None:
@@ -88,8 +89,8 @@ class Decider:
             return
         self._log.note(launched.choice, launched.view.running, tokens, began_s, now_s)
         depth = launched.choice.strategy.depth
-        if depth not in self._compiled:
-            self._compiled.add(depth)
+        if (depth, launched.view.running) not in self._run:
+            self._run.add((depth, launched.view.running))
             return
         tried = tuple(sum(a >= k for a in accepted) for k in range(depth))
         kept = tuple(sum(a > k for a in accepted) for k in range(depth))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from services.rollout.choices import FORCED
@@ -34,9 +36,9 @@ def decider(depth: int = 5, captured: tuple[int, ...] = (0, 3, 5), fresh: bool =
     wants = Wants(SEVERAL[depth])
     graphs = {d: CapturedGraphs(d, POOL.largest(d), 1, 0, 0, 0.0) for d in captured}
     made = Decider(wants, SEVERAL, POOL, graphs)
-    for d in () if fresh else captured:
+    for d, running in () if fresh else product(captured, range(1, 65)):
         made.force(d)
-        made.finish(made.launch(RoundView(1, 9), -1.0), [0], 1, -0.5)
+        made.finish(made.launch(RoundView(running, 9), -1.0), [0], 1, -0.5)
     made.force(None)
     made.take_spans()
     return made, wants
@@ -80,16 +82,20 @@ def test_a_forced_depth_asks_nobody_and_the_selector_still_learns() -> None:
         ours.force(4)
 
 
-def test_a_depths_first_round_compiles_and_is_kept_from_the_selector() -> None:
-    """Told, half a second for a round that takes milliseconds, it would never be chosen again."""
+def test_the_first_round_of_a_graph_is_kept_from_the_selector() -> None:
+    """Told, half a second for a round that takes milliseconds, the strategy would not be chosen again for long."""
     ours, wants = decider(fresh=True)
-    for depth, took, learned in ((5, 0.55, 0), (5, 0.008, 1), (3, 0.5, 1), (0, 0.4, 1), (3, 0.006, 2), (5, 0.008, 3)):
+    rounds = (
+        (5, 2, 0.55, 0), (5, 2, 0.008, 1), (3, 2, 0.5, 1), (0, 2, 0.4, 1), (3, 2, 0.006, 2), (5, 3, 0.1, 2),
+        (5, 2, 0.008, 3), (5, 3, 0.008, 4),
+    )  # fmt: skip
+    for depth, running, took, learned in rounds:
         ours.force(depth)
-        ours.finish(ours.launch(RoundView(2, 9), 1.0), [1, 0], 3, 1.0 + took)
+        ours.finish(ours.launch(RoundView(running, 9), 1.0), [1] * running, 2 * running, 1.0 + took)
         assert len(wants.told) == learned
         ours.read(0.0)
     assert all(told.seconds.total < 0.1 for told in wants.told)
-    assert sum(span.rounds for span in ours.take_spans()) == 6, "what ran is told all the same"
+    assert sum(span.rounds for span in ours.take_spans()) == len(rounds), "what ran is told all the same"
 
 
 def test_tries_and_accepted_drafts_by_position() -> None:
