@@ -250,9 +250,9 @@ class Coordinator:
         self.checkpoints.recorded = None
         self._board.enter("policy")
         wanted, early = self._worth.wants_states, self._engine_states and not self._config.placement.colocated
-        if early:  # the states are here already: the verdict comes while the policy trains, on other GPUs
-            self._judge(wanted)
         with self._timed("policy"), self._timeline.span("policy", "policy"):
+            if early:  # the states are here already: the verdict comes while the policy trains, on other GPUs
+                self._judge(wanted)
             self._turns.begin()
             report, pending, blob = self._services.policy.train_step(replace(batch, keep_states=wanted))
             self._facts.policy = self._ask_policy(report)
