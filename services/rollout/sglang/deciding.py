@@ -8,7 +8,8 @@ the CPU are late by the same lag, so over rounds in a row they are the GPU's.
 
 The first round of a depth in a process compiles kernels (half a second on an H200 for a chain of 12, whose rounds take
 8 ms from then on), and that of each of its graphs loads the graph (a tenth of one). Such a round says nothing about its
-strategy and is kept from the selector, which would avoid that one for long. Which graph runs follows from the requests.
+strategy and is kept from the selector, which would avoid that one for long: the first of a depth with so many requests,
+if it takes several times what the selector was told last.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from services.rollout.sglang.graphs import CapturedGraphs, GraphPool, offered
 from services.speculation.round import Choice, RoundOutcome, RoundView, StageSeconds
 from services.speculation.selector import Selector, restore_selector, selector_state
 from services.speculation.strategy import DraftStrategy
+
+SLOW = 4.0  # strategies and batch sizes that follow one another differ by less
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class Decider:
         self._read_s = 0.0  # when results were last read
         self._held_s = float("-inf")  # when SGLang was last told to pause
         self._run = set[tuple[int, int]]()  # depths with so many requests that have run
+        self._told_s: float | None = None  # what the last round took of which the selector was told
         self._log = ChoiceLog()
 
     def force(self, depth: int | None) -> None:
@@ -89,15 +93,20 @@ class Decider:
             return
         self._log.note(launched.choice, launched.view.running, tokens, began_s, now_s)
         depth = launched.choice.strategy.depth
-        if (depth, launched.view.running) not in self._run:
-            self._run.add((depth, launched.view.running))
+        if self._warms_up((depth, launched.view.running), now_s - began_s):
             return
+        self._told_s = now_s - began_s
         tried = tuple(sum(a >= k for a in accepted) for k in range(depth))
         kept = tuple(sum(a > k for a in accepted) for k in range(depth))
         seconds = StageSeconds(0.0, 0.0, 0.0, rest=now_s - began_s)
         cut = max(0, len(accepted) + sum(accepted) - tokens)
         outcome = RoundOutcome(launched.choice.strategy, launched.view, tokens, seconds, tried, kept, cut)
         self._selector.record(outcome)
+
+    def _warms_up(self, kind: tuple[int, int], seconds: float) -> bool:
+        first = kind not in self._run
+        self._run.add(kind)
+        return first and (self._told_s is None or seconds > SLOW * self._told_s)
 
     def selector_state(self, place: str) -> SelectorState | None:
         return selector_state(self._selector, place)
