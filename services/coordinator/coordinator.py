@@ -212,9 +212,9 @@ class Coordinator:
             drafters = self._worth.slots(len(self._leases))
             yield from self._phase.generate(works, drafters, step if keep else None)
         self._facts.add_slot_seconds(self._timeline.close_window())
-        if keep:
+        if keep and not self._config.placement.colocated:  # whose policy needs not wait for them: see `train_step`
             with self._timed("rollout"):
-                self._drafting.leave()
+                self._drafting.finish()
                 taken = self._fleet.take_states(step)
             for chunk, blob in taken:
                 self._trainers.add_chunk(chunk, blob)
@@ -249,14 +249,18 @@ class Coordinator:
     def train_step(self, batch: TrainBatch) -> None:
         self.checkpoints.recorded = None
         self._board.enter("policy")
-        wanted, early = self._worth.wants_states, self._engine_states and not self._config.placement.colocated
+        wanted, colocated = self._worth.wants_states, self._config.placement.colocated
+        early = self._engine_states and not colocated
+        later = batch.step if wanted and self._engine_states and colocated else None
         with self._timed("policy"), self._timeline.span("policy", "policy"):
             if early:  # the states are here already: the verdict comes while the policy trains, on other GPUs
                 self._judge(wanted)
-            self._turns.begin()
+            self._turns.begin(later)
             report, pending, blob = self._services.policy.train_step(replace(batch, keep_states=wanted))
             self._facts.policy = self._ask_policy(report)
             chunk = self._ask_policy(pending)
+            if later is not None:
+                self._fleet.take_rest()
         self._drafting.finish()  # long since done: its last micro-step ended while the policy was trained
         self._facts.drafter = tuple(self._drafting.progress)
         if wanted and not self._engine_states:

@@ -18,6 +18,8 @@ from services.core.errors import ServiceLostError, WeightError
 from services.core.protocols import Blob, Clock, Pending, RolloutClient
 from services.core.types import HiddenStateChunk, RunEvent, ServedVersions, SlotState
 
+Keep = Callable[[HiddenStateChunk, Blob], None]
+
 # How long to let a restarting process be before asking again whether it is there.
 PROBE_PAUSE_S = 0.5
 # The same once it is given up: a cut cable may be mended an hour later.
@@ -159,38 +161,52 @@ class Fleet:
         self,
         slot: int,
         step: int,
-        keep: Callable[[HiddenStateChunk, Blob], None],
+        keep: Keep,
         then: Callable[[], None] = lambda: None,
     ) -> None:
         """Ask a server that holds its lease for the hidden states it kept: `keep` gets them if there are any."""
-        client, epoch = self.servers[slot], self._leases[slot].epoch
-        pending, blob = client.take_states(step, epoch)
+        epoch = self._leases[slot].epoch
+        pending, blob = self.servers[slot].take_states(step, epoch)
 
         def told(chunk: HiddenStateChunk) -> None:
             self._heard(slot, epoch)
-            if chunk.num_sequences:
-                keep(chunk, blob)
-            if chunk.num_missing or chunk.lost_bytes:
-                self._tell("states_dropped", client.name, _say_missing(chunk))
+            self._taken(slot, chunk, blob, keep)
             then()
 
         self._post(slot, pending, told)
 
-    def lend(self) -> None:
+    def _taken(self, slot: int, chunk: HiddenStateChunk, blob: Blob, keep: Keep) -> None:
+        if chunk.num_sequences:
+            keep(chunk, blob)
+        if chunk.num_missing or chunk.lost_bytes:
+            self._tell("states_dropped", self.servers[slot].name, _say_missing(chunk))
+
+    def lend(self, step: int | None = None, keep: Keep = lambda chunk, blob: None) -> None:
         """Have every server release its memory, and wait until each that is not lost has, also one that comes back
-        meanwhile; slots are IDLE before and after."""
+        meanwhile; slots are IDLE before and after. With a `step` they are asked for the hidden states they kept as
+        well, which lie in host memory: `keep` gets them as they come, all of them before `take_rest` returns."""
         lent: set[tuple[int, int]] = set()
 
-        def let_go(slot: int) -> None:
+        def let_go(slot: int, epoch: int) -> None:
             self.release(slot)
             lent.add((slot, self._leases[slot].epoch))
+            if step is not None:
+                pending, blob = self.servers[slot].take_states(step, epoch)
+                taken = partial(self._taken, slot, blob=blob, keep=keep)
+                # Of one that is lost they are too; opening it for the next step will find out
+                self._calls.post(self.servers[slot].name, pending, taken, lambda reason: None, self._patience.call_s)
 
         def visit(slot: int, epoch: int, _: ServedVersions) -> None:
             self._heard(slot, epoch)
-            self._post(slot, self.servers[slot].switch_memory(True, epoch), lambda _: let_go(slot))
+            self._post(slot, self.servers[slot].switch_memory(True, epoch), lambda _: let_go(slot, epoch))
 
         while any((slot, self._leases[slot].epoch) not in lent for slot in self._leases.in_state(SlotState.IDLE)):
             self._visit(visit)
+
+    def take_rest(self) -> None:
+        """Wait for the hidden states that `lend` asked for."""
+        while any(self._calls.outstanding(server.name) for server in self.servers):
+            self._calls.turn()
 
     def survey(self) -> list[ServedVersions]:
         """What every server that answers serves; slots are IDLE before and after."""

@@ -28,17 +28,18 @@ class Turns:
         self, parts: Parts, drafting: Drafting, policy: PolicyClient, ask: Callable[[Pending[Any]], Any]
     ) -> None:
         self._colocated = parts.config.placement.colocated
-        self._fleet, self._leases = parts.fleet, parts.leases
+        self._fleet, self._leases, self._trainers = parts.fleet, parts.leases, parts.trainers
         self._clock, self._telemetry = parts.clock, parts.telemetry
         self._drafting, self._policy, self._ask = drafting, policy, ask
 
-    def begin(self) -> None:
+    def begin(self, step: int | None = None) -> None:
         """The policy's: every slot that is not lost becomes its own. No slot has work, and no drafter trains any more;
-        what they learned last may still be on its way to host memory."""
+        what they learned last may still be on its way to host memory, and with a `step` so are the hidden states that
+        the servers kept of it, on theirs to the drafter trainers (see `Fleet.take_rest`)."""
         if not self._colocated:
             return
         self._drafting.leave()
-        self._fleet.lend()
+        self._fleet.lend(step, self._trainers.add_chunk)
         assert not self._leases.in_state(*HELD), "a slot is held by somebody else in the policy's turn"
         for slot in self._leases.in_state(SlotState.IDLE):
             self._leases.change(slot, SlotState.POLICY, self._leases[slot].epoch, self._clock())

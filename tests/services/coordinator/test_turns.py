@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.core.errors import GpuMemoryError
+from services.core.errors import GpuMemoryError, StaleEpochError
 from services.core.types import RunEvent
 from tests.services.coordinator.test_chaos import Chaos
 from tests.services.coordinator.world import CoordinatorKilled, World, tiny_config
@@ -164,3 +164,67 @@ def test_drafters_train_in_the_servers_turns_alone() -> None:
         mine = [s for s in world.observer.spans if s.slot == slot]
         turns, trained = ([s for s in mine if s.role == role] for role in ("policy", "drafting"))
         assert turns and all(t.end_s <= p.start_s or t.start_s >= p.end_s for t in trained for p in turns)
+
+
+def with_engine_states(**changes: Any) -> World:
+    """Policy and servers in turns, the drafter's states from the servers."""
+    rollout = {
+        "num_servers": 2, "group_size": 4, "prompts_per_step": 6,
+        "engine": {"type": "sglang", "max_running": 12, "max_len": 1024, "release_memory": True},
+    }  # fmt: skip
+    placement = {"policy": "colocated", "gpus_per_slot": 0.6, "policy_gpus": 0.4}
+    return World(tiny_config(rollout=rollout, drafter={"states": "engine"}, placement=placement, **changes))
+
+
+def test_states_are_taken_in_the_policys_turn_and_every_one_is() -> None:
+    """The servers have nothing to do then, and nobody waits for what lies in host memory."""
+    world = with_engine_states()
+    taken: list[tuple[bool, int]] = []
+    for server in world.servers:
+        take = server.instance.take_states
+
+        def noted(step: int, epoch: int, take: Any = take, server: Any = server.instance) -> Any:
+            chunk, blob = take(step, epoch)
+            taken.append((server.released, chunk.num_sequences))
+            return chunk, blob
+
+        server.instance.take_states = noted
+    assert world.coordinator.run()["drafter_version"] > 0
+    assert sum(count for _, count in taken) == STEPS * 24, "every rollout of each step, once"
+    assert any(count for released, count in taken if released)
+    assert all(released for released, _ in taken[-2:]), "of the last phase, both"
+    for drafter in world.drafters:
+        assert sorted(set(drafter.instance.chunks)) == [*range(1, STEPS + 1)]
+    for step in world.observer.steps:
+        assert step.acceptance_length_live_offline is not None
+
+
+def test_states_of_a_server_that_dies_in_the_policys_turn_are_lost_with_it() -> None:
+    world = with_engine_states()
+    killed: list[int] = []
+    take = world.servers[1].instance.take_states
+
+    def die(step: int, epoch: int) -> Any:
+        server = world.servers[1].instance
+        if server.released and not killed:
+            killed.append(step)
+            world.servers[1].kill()
+            world.servers[1].restart()
+            raise StaleEpochError("another process")
+        return take(step, epoch)
+
+    world.servers[1].instance.take_states = die
+    assert world.coordinator.run()["status"] == "finished"
+    assert killed and len(world.observer.steps) == STEPS
+    assert all(len(g.rollouts) == 4 for groups in world.observer.groups.values() for g in groups)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whoever_dies_while_states_are_taken_the_run_goes_on(seed: int) -> None:
+    world = with_engine_states(run={"steps": 4, "eval_prompts": 4})
+    chaos = Chaos(world, seed, kill_chance=0.05)
+    assert world.coordinator.run()["status"] == "finished"
+    assert chaos.kills
+    for groups in world.observer.groups.values():
+        ids = [r.rollout_id for g in groups for r in g.rollouts]
+        assert len(ids) == len(set(ids)) == 6 * 4
