@@ -20,6 +20,16 @@ def colocated(**changes: Any) -> World:
     return World(tiny_config(**COLOCATED, **changes))
 
 
+def with_engine_states(**changes: Any) -> World:
+    """Policy and servers in turns, the drafter's states from the servers."""
+    rollout = {
+        "num_servers": 2, "group_size": 4, "prompts_per_step": 6,
+        "engine": {"type": "sglang", "max_running": 12, "max_len": 1024, "release_memory": True},
+    }  # fmt: skip
+    placement = {"policy": "colocated", "gpus_per_slot": 0.6, "policy_gpus": 0.4}
+    return World(tiny_config(rollout=rollout, drafter={"states": "engine"}, placement=placement, **changes))
+
+
 def responses(world: World) -> list[Any]:
     return [[r.response_ids for r in g.rollouts] for step in sorted(world.observer.groups)
             for g in world.observer.groups[step]]  # fmt: skip
@@ -82,8 +92,9 @@ def test_a_server_that_dies_while_released_is_replaced_and_not_resumed_twice(dea
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_whoever_dies_both_sides_never_have_their_memory(seed: int) -> None:
-    world = colocated(run={"steps": 4, "eval_prompts": 4})
+@pytest.mark.parametrize("make", [colocated, with_engine_states])
+def test_whoever_dies_both_sides_never_have_their_memory(make: Any, seed: int) -> None:
+    world = make(run={"steps": 4, "eval_prompts": 4})
     chaos = Chaos(world, seed, kill_chance=0.05)
     assert world.coordinator.run()["status"] == "finished"
     assert chaos.kills
@@ -166,16 +177,6 @@ def test_drafters_train_in_the_servers_turns_alone() -> None:
         assert turns and all(t.end_s <= p.start_s or t.start_s >= p.end_s for t in trained for p in turns)
 
 
-def with_engine_states(**changes: Any) -> World:
-    """Policy and servers in turns, the drafter's states from the servers."""
-    rollout = {
-        "num_servers": 2, "group_size": 4, "prompts_per_step": 6,
-        "engine": {"type": "sglang", "max_running": 12, "max_len": 1024, "release_memory": True},
-    }  # fmt: skip
-    placement = {"policy": "colocated", "gpus_per_slot": 0.6, "policy_gpus": 0.4}
-    return World(tiny_config(rollout=rollout, drafter={"states": "engine"}, placement=placement, **changes))
-
-
 def test_states_are_taken_in_the_policys_turn_and_every_one_is() -> None:
     """The servers have nothing to do then, and nobody waits for what lies in host memory."""
     world = with_engine_states()
@@ -217,14 +218,3 @@ def test_states_of_a_server_that_dies_in_the_policys_turn_are_lost_with_it() -> 
     assert world.coordinator.run()["status"] == "finished"
     assert killed and len(world.observer.steps) == STEPS
     assert all(len(g.rollouts) == 4 for groups in world.observer.groups.values() for g in groups)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_whoever_dies_while_states_are_taken_the_run_goes_on(seed: int) -> None:
-    world = with_engine_states(run={"steps": 4, "eval_prompts": 4})
-    chaos = Chaos(world, seed, kill_chance=0.05)
-    assert world.coordinator.run()["status"] == "finished"
-    assert chaos.kills
-    for groups in world.observer.groups.values():
-        ids = [r.rollout_id for g in groups for r in g.rollouts]
-        assert len(ids) == len(set(ids)) == 6 * 4
