@@ -94,7 +94,8 @@ class Answering:
         self, first: Increment, news: AsyncGenerator[Increment, None], usage: bool, deadline_s: float
     ) -> AsyncIterator[bytes]:
         """`first` was waited for already, to know that there is an answer. `deadline_s`: on the loop's clock. An error
-        is an event and the last one: there is no end mark then."""
+        is an event and the last one: there is no end mark then. Behind the end of every choice it is nobody's: the
+        client has the whole answer, and what is lost is a server that had made it."""
         async with aclosing(news):
             increment: Increment | None = first
             while increment is not None:
@@ -105,8 +106,10 @@ class Answering:
                     if increment is None:
                         self._check_whole()
                 except LongtailError as error:
-                    yield _error_event(error)
-                    return
+                    if not self._is_whole:
+                        yield _error_event(error)
+                        return
+                    increment = None
         if usage:
             yield _event(self._style.usage(self._known_head, self._usage()))
         yield DONE
@@ -136,8 +139,12 @@ class Answering:
         assert self._head is not None, "nothing was generated yet"
         return self._head
 
+    @property
+    def _is_whole(self) -> bool:
+        return all(c.finish_reason is not None for c in self._choices)
+
     def _check_whole(self) -> None:
-        if any(c.finish_reason is None for c in self._choices):
+        if not self._is_whole:
             raise ServiceLostError("the generator", "it ended before the answer did")
 
     def _ended(self, choice: Choice, text: str, tokens: list[Token]) -> Ended:
