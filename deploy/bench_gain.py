@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from deploy.bench_server import EPOCH, loaded_server
 from deploy.provenance import provenance
 from services.config.schema import ClusterConfig
 from services.config.schema import NativeEngine as NativeEngineConfig
@@ -22,13 +23,9 @@ from services.core.errors import ConfigError
 from services.core.gain import Workload
 from services.core.types import GroupWork, Prompt, Rollout, SamplingParams, StrategySpan
 from services.data.source import load_prompts
-from services.drafter.state import read_drafter
-from services.models.files import model_dir, read_config, read_grown, read_tensors
-from services.models.layers import model_spec
-from services.models.methods import drafter_folder, drafter_method
+from services.models.files import model_dir, read_grown
 from services.models.tokenizer import load_tokenizer
 from services.report.strategies import by_bucket, gain_of
-from services.rollout.service import RolloutService, build_rollout_service
 
 ADVANCE_S = 0.5
 
@@ -65,14 +62,9 @@ class Repeat:
 class Bench:
     def __init__(self, config: ClusterConfig, prompts: int) -> None:
         self.config = config = with_adaptive(config)
-        folder = model_dir(config.model.path)
         self._tokenizer = load_tokenizer(config.model.path)
         self._prompts: Sequence[Prompt] = load_prompts(config, self._tokenizer).heldout[:prompts]
-        self._service: RolloutService = build_rollout_service(config, 0, time.process_time)
-        self._service.open_epoch(1)
-        self._service.load_policy(0, read_tensors(folder), 1)
-        method = drafter_method(config.drafter, model_spec(read_config(folder)))
-        self._service.load_drafter(0, read_drafter(drafter_folder(config), method), 1)
+        self._service = loaded_server(config, time.process_time)
 
     def repeat(self, seed: int) -> Repeat:
         off = self.generate("off", seed)
@@ -84,7 +76,7 @@ class Bench:
         return Repeat(predicted, achieved, rates[0] / rates[1], on.tokens / on.whole_s * off.whole_s / off.tokens)
 
     def generate(self, strategy: str | None, seed: int) -> Phase:
-        self._service.set_strategy(strategy, 1)
+        self._service.set_strategy(strategy, EPOCH)
         size, rollout = self.config.rollout.group_size, self.config.rollout
         sampling = SamplingParams(
             rollout.sampling.temperature, max_tokens=rollout.sampling.max_tokens,
@@ -95,10 +87,10 @@ class Bench:
             for g, p in enumerate(self._prompts)
         ]
         started = time.process_time()
-        self._service.submit(works, 1)
+        self._service.submit(works, EPOCH)
         rollouts, spans, running = list[Rollout](), list[StrategySpan](), True
         while running:
-            report = self._service.advance(ADVANCE_S, 1)
+            report = self._service.advance(ADVANCE_S, EPOCH)
             rollouts += report.finished
             spans += report.spans
             running = bool(report.running or report.waiting)

@@ -16,20 +16,18 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
+from deploy.bench_server import EPOCH, loaded_server
 from deploy.inputs import load_inputs
 from deploy.provenance import provenance
+from services.config.naming import strategy_name
 from services.config.schema import ClusterConfig, SGLangEngine
 from services.core.errors import ConfigError, WaitTimeoutError
 from services.core.types import GroupWork, Prompt, Rollout
-from services.drafter.state import read_drafter
-from services.models.files import model_dir, read_config, read_grown, read_tensors
-from services.models.layers import model_spec
-from services.models.methods import drafter_folder, drafter_method
-from services.rollout.service import RolloutService, build_rollout_service
+from services.models.files import model_dir, read_grown
 from services.rollout.sglang.build import slot_arguments
-from services.speculation.strategy import OFF, draft_strategy
+from services.speculation.strategy import OFF
 
-EPOCH, PROMPTS = 1, 400
+PROMPTS = 400
 GO_LIMIT_S = 120.0
 
 
@@ -70,13 +68,9 @@ class Rounds:
 
     def __init__(self, config: ClusterConfig) -> None:
         self._inputs = load_inputs(config)
-        self._service = _loaded(config)
-        self._strategies = [s.name for s in map(draft_strategy, config.speculation.strategies) if not s.is_off]
+        self._service = loaded_server(config)
+        self.strategies = list(dict.fromkeys((OFF.name, *map(strategy_name, config.speculation.strategies))))
         self._calls = 0
-
-    @property
-    def strategies(self) -> list[str]:
-        return [OFF.name, *self._strategies]
 
     def context(self, tokens: int) -> tuple[int, ...]:
         """At least `tokens` of one prompt and its response. Raises ConfigError when responses end before."""
@@ -121,17 +115,6 @@ class Rounds:
                 )
             finished += self._service.advance(0.05, EPOCH).finished
         return finished
-
-
-def _loaded(config: ClusterConfig) -> RolloutService:
-    folder = model_dir(config.model.path)
-    service = build_rollout_service(config, 0)
-    service.open_epoch(EPOCH)
-    service.load_policy(0, read_tensors(folder), EPOCH)
-    if any(s.drafter == "eagle" for s in config.speculation.strategies):
-        method = drafter_method(config.drafter, model_spec(read_config(folder)))
-        service.load_drafter(0, read_drafter(drafter_folder(config), method), EPOCH)
-    return service
 
 
 def _rounds(rollout: Rollout, strategy: str) -> int:

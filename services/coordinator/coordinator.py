@@ -249,9 +249,8 @@ class Coordinator:
     def train_step(self, batch: TrainBatch) -> None:
         self.checkpoints.recorded = None
         self._board.enter("policy")
-        wanted, colocated = self._worth.wants_states, self._config.placement.colocated
-        early = self._engine_states and not colocated
-        later = batch.step if wanted and self._engine_states and colocated else None
+        wanted, early = self._worth.wants_states, self._engine_states and not self._config.placement.colocated
+        later = batch.step if wanted and self._engine_states and not early else None
         with self._timed("policy"), self._timeline.span("policy", "policy"):
             if early:  # the states are here already: the verdict comes while the policy trains, on other GPUs
                 self._judge(wanted)
@@ -269,7 +268,7 @@ class Coordinator:
             self._judge(wanted)
 
     def _judge(self, wanted: bool) -> None:
-        self._drafting.finish()
+        """All that the drafter learned is handed in, and its states are on their way to the trainers, if `wanted`."""
         self._releases.estimate(self._drafting.live if wanted else None)
 
     def publish_policy(self) -> None:

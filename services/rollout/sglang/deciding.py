@@ -92,13 +92,13 @@ class Decider:
         if launched.launched_s <= self._held_s or not accepted:
             return
         self._log.note(launched.choice, launched.view.running, tokens, began_s, now_s)
-        depth = launched.choice.strategy.depth
-        if self._warms_up((depth, launched.view.running), now_s - began_s):
+        depth, took_s = launched.choice.strategy.depth, now_s - began_s
+        if self._warms_up((depth, launched.view.running), took_s):
             return
-        self._told_s = now_s - began_s
+        self._told_s = took_s
         tried = tuple(sum(a >= k for a in accepted) for k in range(depth))
         kept = tuple(sum(a > k for a in accepted) for k in range(depth))
-        seconds = StageSeconds(0.0, 0.0, 0.0, rest=now_s - began_s)
+        seconds = StageSeconds(0.0, 0.0, 0.0, rest=took_s)
         cut = max(0, len(accepted) + sum(accepted) - tokens)
         outcome = RoundOutcome(launched.choice.strategy, launched.view, tokens, seconds, tried, kept, cut)
         self._selector.record(outcome)

@@ -11,7 +11,7 @@ import pytest
 from services.coordinator.control import Control, ControlRequest, forceable
 from services.core.errors import ControlRefusedError, StopRequested
 from services.core.types import ControlState, ProgressView, RunEvent
-from tests.services.coordinator.world import CoordinatorKilled, Recorder, World, tiny_config
+from tests.services.coordinator.world import SGLANG, CoordinatorKilled, Recorder, World, tiny_config
 
 EAGLE = "eagle_3_1_4"
 
@@ -236,7 +236,7 @@ def test_repeated_requests_change_nothing() -> None:
 
 
 def test_an_sglang_run_cannot_change_its_strategy() -> None:
-    config = tiny_config(rollout={"engine": {"type": "sglang", "max_running": 12, "max_len": 1024}},
+    config = tiny_config(rollout={"engine": SGLANG},
                          placement={"gpus_per_slot": 1.0, "policy_gpus": 1.0},
                          run={"steps": 1, "compare_prompts": 0})  # fmt: skip
     assert forceable(config) == (EAGLE,) and forceable(tiny_config()) == (EAGLE, "off")

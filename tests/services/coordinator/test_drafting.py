@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.services.coordinator.world import World, tiny_config
+from tests.services.coordinator.world import SGLANG, World, tiny_config
 
 SNAPSHOT_S = 3.0
+ON_SGLANG = {"rollout": {"engine": SGLANG}, "placement": {"mode": "local"}}
 DRAFTER = {"micro_step_budget_s": 0.1, "round_s": 60.0}
 
 
@@ -52,12 +53,8 @@ def test_a_policy_that_shares_the_gpus_does_not_wait_for_what_was_learned() -> N
 
 @pytest.mark.parametrize("states", ["policy", "engine"])
 def test_a_drafter_that_nobody_trains_gets_no_states(states: str) -> None:
-    engine = {"type": "sglang", "max_running": 12, "max_len": 1024}
-    rollout = {"num_servers": 2, "group_size": 4, "prompts_per_step": 6, "engine": engine}
     training = {"when": "never"}
-    world = World(
-        tiny_config(rollout=rollout, placement={"mode": "local"}, drafter={"states": states, "training": training})
-    )
+    world = World(tiny_config(**ON_SGLANG, drafter={"states": states, "training": training}))
     assert world.coordinator.run()["drafter_version"] == 0
     assert not any(d.instance.chunks for d in world.drafters)
     assert not any(batch.keep_states for batch in world.policy.instance.batches)
@@ -68,11 +65,9 @@ def test_a_drafter_that_nobody_trains_gets_no_states(states: str) -> None:
 @pytest.mark.parametrize("states", ["policy", "engine"])
 def test_a_drafter_that_rests_gets_states_for_its_next_try(states: str) -> None:
     """Its verdict is about states that it has not trained on: those of the step that trained, never older ones."""
-    engine = {"type": "sglang", "max_running": 12, "max_len": 1024}
-    rollout = {"num_servers": 2, "group_size": 4, "prompts_per_step": 6, "engine": engine}
     training = {"min_gain": 1e9, "drift": 1e9, "patience": 1, "probe_every": 4}
     drafter = {**DRAFTER, "states": states, "training": training}
-    world = World(tiny_config(run={"steps": 14}, rollout=rollout, placement={"mode": "local"}, drafter=drafter), 200)
+    world = World(tiny_config(run={"steps": 14}, **ON_SGLANG, drafter=drafter), 200)
     assert world.coordinator.run()["status"] == "finished"
     kept, trained = sorted(set(world.drafters[0].instance.chunks)), [bool(s.drafting_s) for s in world.observer.steps]
     rests = next(e for e in world.observer.events if e.kind == "drafter_rests")

@@ -12,15 +12,11 @@ from services.core.errors import BatchError, ServiceLostError
 from services.core.types import HiddenStateChunk
 from tests.services.coordinator.fakes import FakeDrafter, FakeRollout
 from tests.services.coordinator.test_chaos import Chaos
-from tests.services.coordinator.world import World, tiny_config
+from tests.services.coordinator.world import SGLANG, World, tiny_config
 
 
 def engine_config(**changes: Any) -> ClusterConfig:
-    rollout = {
-        "num_servers": 2, "group_size": 4, "prompts_per_step": 6,
-        "engine": {"type": "sglang", "max_running": 12, "max_len": 1024},
-    }  # fmt: skip
-    return tiny_config(rollout=rollout, drafter={"states": "engine"}, placement={"mode": "local"}, **changes)
+    return tiny_config(rollout={"engine": SGLANG}, drafter={"states": "engine"}, placement={"mode": "local"}, **changes)
 
 
 class Trainer(FakeDrafter):

@@ -10,7 +10,7 @@ import pytest
 from services.core.errors import GpuMemoryError, StaleEpochError
 from services.core.types import RunEvent
 from tests.services.coordinator.test_chaos import Chaos
-from tests.services.coordinator.world import CoordinatorKilled, World, tiny_config
+from tests.services.coordinator.world import SGLANG, CoordinatorKilled, World, tiny_config
 
 COLOCATED: dict[str, Any] = {"placement": {"policy": "colocated"}}
 STEPS = 3
@@ -22,10 +22,7 @@ def colocated(**changes: Any) -> World:
 
 def with_engine_states(**changes: Any) -> World:
     """Policy and servers in turns, the drafter's states from the servers."""
-    rollout = {
-        "num_servers": 2, "group_size": 4, "prompts_per_step": 6,
-        "engine": {"type": "sglang", "max_running": 12, "max_len": 1024, "release_memory": True},
-    }  # fmt: skip
+    rollout = {"engine": {**SGLANG, "release_memory": True}}
     placement = {"policy": "colocated", "gpus_per_slot": 0.6, "policy_gpus": 0.4}
     return World(tiny_config(rollout=rollout, drafter={"states": "engine"}, placement=placement, **changes))
 

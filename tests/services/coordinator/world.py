@@ -120,6 +120,10 @@ def tiny_config(**changes: Any) -> ClusterConfig:
     return ClusterConfig.model_validate(base)
 
 
+# In `rollout`: an engine that keeps hidden states. In `placement` it wants mode local, or GPUs.
+SGLANG: dict[str, Any] = {"type": "sglang", "max_running": 12, "max_len": 1024}
+
+
 class World:
     """A whole run on fakes: `coordinator.run()` goes through it; kill services by name."""
 
