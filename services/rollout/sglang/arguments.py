@@ -51,6 +51,7 @@ def engine_arguments(
         "grammar_backend": "none",
         "schedule_policy": "lpm",  # rollouts of one prompt queue behind its first, and share it
         "stream_interval": engine.stream_interval,
+        "sleep_on_idle": True,  # else a server without work keeps a core busy that others want
         "enable_deterministic_inference": engine.deterministic,
         "enable_memory_saver": engine.release_memory,
         "enable_weights_cpu_backup": engine.release_memory,

@@ -117,6 +117,10 @@ def test_dummy_weights_are_for_drafter_and_target() -> None:
     assert arguments_of(OFF, load_format="dummy")["load_format"] == "dummy"
 
 
+def test_a_server_without_work_leaves_its_core_to_others() -> None:
+    assert arguments_of()["sleep_on_idle"] and not arguments_of(engine_args={"sleep_on_idle": False})["sleep_on_idle"]
+
+
 def test_further_arguments_are_handed_on() -> None:
     found = arguments_of(engine_args={"chunked_prefill_size": 2048, "log_level": "info"})
     assert found["chunked_prefill_size"] == 2048 and found["log_level"] == "info"
