@@ -53,6 +53,15 @@ class Outlook:
     score: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Paid:
+    """For a check: the seconds that it was expected to lose against the best strategy, whose `score` that had."""
+
+    strategy: DraftStrategy
+    seconds: float
+    score: float
+
+
 class Adaptive:
     def __init__(
         self,
@@ -73,7 +82,7 @@ class Adaptive:
         self._held: DraftStrategy | None = None  # the best so far, checks aside
         self._chosen_for, self._chosen_at = (0, 0), 0
         self._checked_at = -CHECK_GAP
-        self._check_paid: tuple[float, float] | None = None  # what the check under way may lose, the best one's score
+        self._check_paid: _Paid | None = None  # for the check under way
         self._credit_s, self._news, self._news_at = 0.0, True, 0
         self._used: dict[str, int] = {}
         self._references: dict[int, int] = {}  # by batch bucket: the last round with OFF
@@ -148,11 +157,13 @@ class Adaptive:
         if outcome.strategy.is_off:
             self._references[batch_bucket(outcome.view.running)] = self._round
         took = outcome.seconds.total
-        self._settle_check(took, outcome.tokens)
+        self._settle_check(outcome)
         if self._news:
             rounds = min(_CREDIT, _NEWS * (self._round - self._news_at)) if self._news_at else _CREDIT
             self._credit_s, self._news, self._news_at = self._credit_s + rounds * took, False, self._round
-        self._credit_s = min(self._credit_s + self._check_share * took, _MOST_CREDIT * took)
+        # Nor is more owed than that: one round that something else held up would end all checks for minutes.
+        owed_most = -_MOST_CREDIT * took
+        self._credit_s = min(max(self._credit_s, owed_most) + self._check_share * took, _MOST_CREDIT * took)
 
     def outlooks(self, view: RoundView) -> list[Outlook]:
         """What each offered strategy promises, OFF first. Without a drafter, those that need none."""
@@ -167,6 +178,8 @@ class Adaptive:
         if held is not None and held is not best and best.score <= held.score * (1 + self._margin):
             best, reason = held, "kept: no other gains enough"
         self._held = best.strategy
+        if self._check_paid is not None and self._check_paid.strategy == best.strategy:
+            self._check_paid = None  # nobody told of that check
         check = self._check(outlooks, best, view)
         if check is not None:
             return Choice(check.strategy, "checks whether it pays", check.score, outlooks[0].score)
@@ -203,17 +216,18 @@ class Adaptive:
         if not candidates:
             return None
         chosen = min(candidates, key=lambda o: (self._used.get(o.strategy.name, -1), -o.score))
-        self._check_paid = max(0.0, losses[chosen.strategy.name]), best.score
-        self._credit_s -= self._check_paid[0]
+        self._check_paid = _Paid(chosen.strategy, max(0.0, losses[chosen.strategy.name]), best.score)
+        self._credit_s -= self._check_paid.seconds
         self._checked_at = self._round
         return chosen
 
-    def _settle_check(self, took: float, tokens: int) -> None:
+    def _settle_check(self, outcome: RoundOutcome) -> None:
         """What a check did lose is what it costs: with a new drafter, of which the best is hoped, that is more than was
-        expected of it as a rule."""
-        if self._check_paid is not None:
-            expected, score = self._check_paid
-            self._credit_s += expected - max(0.0, took - tokens / score)
+        expected of it as a rule. An engine that launches a round before it has read the last one tells of others
+        first, and of a round that warmed up it never tells."""
+        paid = self._check_paid
+        if paid is not None and paid.strategy == outcome.strategy:
+            self._credit_s += paid.seconds - max(0.0, outcome.seconds.total - outcome.tokens / paid.score)
             self._check_paid = None
 
     def _old_reference(self, other: Outlook, view: RoundView) -> bool:
