@@ -203,21 +203,14 @@ class Coordinator:
     def generate(self, step: int, prompts: Sequence[Prompt]) -> Iterator[FinishedGroup]:
         rollout = self._config.rollout
         label, sampling, seed = f"step{step:05d}", self._inputs.sampling, self._config.run.seed
-        first = len(self._groups.sampled)
         keep = self._engine_states and self._worth.wants_states
-        works = make_work(prompts, label, rollout.group_size, sampling, seed, keep, first)
+        works = make_work(prompts, label, rollout.group_size, sampling, seed, keep, len(self._groups.sampled))
         self._board.begin("rollout", len(prompts) * rollout.group_size)
         self._timeline.open_window()
         with self._timed("rollout"):
             drafters = self._worth.slots(len(self._leases))
             yield from self._phase.generate(works, drafters, step if keep else None)
         self._facts.add_slot_seconds(self._timeline.close_window())
-        if keep and not self._config.placement.colocated:  # whose policy needs not wait for them: see `train_step`
-            with self._timed("rollout"):
-                self._drafting.finish()
-                taken = self._fleet.take_states(step)
-            for chunk, blob in taken:
-                self._trainers.add_chunk(chunk, blob)
 
     def score(self, group: FinishedGroup) -> None:
         self._scoring.submit(group)
@@ -249,23 +242,31 @@ class Coordinator:
     def train_step(self, batch: TrainBatch) -> None:
         self.checkpoints.recorded = None
         self._board.enter("policy")
-        wanted, early = self._worth.wants_states, self._engine_states and not self._config.placement.colocated
-        later = batch.step if wanted and self._engine_states and not early else None
+        wanted, by_servers = self._worth.wants_states, self._engine_states
+        step = batch.step if wanted and by_servers else None
         with self._timed("policy"), self._timeline.span("policy", "policy"):
-            if early:  # the states are here already: the verdict comes while the policy trains, on other GPUs
-                self._judge(wanted)
-            self._turns.begin(later)
+            self._turns.begin(step)
             report, pending, blob = self._services.policy.train_step(replace(batch, keep_states=wanted))
+            if by_servers:  # nobody needs the policy for it: the verdict comes while it trains
+                self._take_states(step)
+                self._judge(wanted)
             self._facts.policy = self._ask_policy(report)
             chunk = self._ask_policy(pending)
-            if later is not None:
-                self._fleet.take_rest()
         self._drafting.finish()  # long since done: its last micro-step ended while the policy was trained
         self._facts.drafter = tuple(self._drafting.progress)
-        if wanted and not self._engine_states:
-            self._trainers.add_chunk(chunk, blob)
-        if not early:
+        if not by_servers:
+            if wanted:
+                self._trainers.add_chunk(chunk, blob)
             self._judge(wanted)
+
+    def _take_states(self, step: int | None) -> None:
+        """Of the servers that had work to the end, once nobody trains in their slots; None: there are none to take."""
+        self._drafting.finish()
+        if self._config.placement.colocated:
+            self._fleet.take_rest()
+        elif step is not None:
+            for chunk, blob in self._fleet.take_states(step):
+                self._trainers.add_chunk(chunk, blob)
 
     def _judge(self, wanted: bool) -> None:
         """All that the drafter learned is handed in, and its states are on their way to the trainers, if `wanted`."""

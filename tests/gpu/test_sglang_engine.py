@@ -25,6 +25,7 @@ RELEASING = [name for name, case in CASES.items() if case.releases]
 KEEPING = [name for name, case in CASES.items() if "drafter.states=engine" in case.overrides]
 SWITCHING = [name for name, case in CASES.items() if case.switches]
 STRATEGIES = {"off" if d == 0 else f"eagle_{d}_1_{d + 1}" for d in SWITCHED}
+ALIKE = 0.05  # of an acceptance length: prompts found in the prefix cache round otherwise, so that some outputs part
 LOADING = [name for name, case in CASES.items() if case.drafter_folder]
 
 
@@ -117,10 +118,10 @@ def test_drafter_loads_in_place_and_refuses(
     }  # fmt: skip
     assert all("refused" in reason for reason in got["refused"].values()), got["refused"]
     assert got["served_after_refusals"] == {"policy": 0, "drafter": 0}
-    assert lengths["after_refusals"] == pytest.approx(lengths["first"], abs=0.1)
+    assert lengths["after_refusals"] == pytest.approx(lengths["first"], rel=ALIKE)
     assert lengths["zeroed"] < 1.2 < lengths["first"]
-    assert lengths["restored"] == pytest.approx(lengths["first"], abs=0.1)
-    assert lengths["after_policy"] == pytest.approx(lengths["first"], abs=0.1), "a policy load touched the drafter"
+    assert lengths["restored"] == pytest.approx(lengths["first"], rel=ALIKE)
+    assert lengths["after_policy"] == pytest.approx(lengths["first"], rel=ALIKE), "a policy load touched the drafter"
     assert got["served"] == {"policy": 1, "drafter": 2}
 
 
@@ -137,8 +138,10 @@ def test_a_policy_loaded_mid_response(case: str, probes: Probes, reference: Refe
         new, old = reference.logprobs(r, MID_FACTOR), reference.logprobs(r)
         gaps["before_load"].append((told - old).abs()[:at])
         # Only the end: SGLang goes on while the load is prepared, up to 300 tokens further than its news.
-        gaps["after_load"].append((told - new).abs()[-128:])
-        gaps["after_load_if_old"].append((told - old).abs()[-128:])
+        end = slice(max(at + 300, len(told) - 128), None)
+        gaps["after_load"].append((told - new).abs()[end])
+        gaps["after_load_if_old"].append((told - old).abs()[end])
+    assert sum(len(values) for values in gaps["after_load"]) >= 256, "too few tokens behind the load"
     means = {name: round(float(torch.cat(values).mean()), 5) for name, values in gaps.items()}
     results.setdefault("mid_response", {})[case] = means
     assert means["before_load"] < 0.02 and means["after_load"] < 0.02
@@ -153,12 +156,12 @@ def test_a_cached_prefix_changes_nothing(
     got = found(probes, case, "prefix")
     cold, figures = got["cold"], {"acceptance_cold": round(acceptance(got["cold"]), 3)}
     for name, base in (("warm", cold), ("together", [r for r in cold for _ in range(3)])):
-        compared = compare_greedy(reference, base, got[name])
-        figures[name] = {k: v for k, v in compared.items() if k != "margins"}
+        figures[name] = compare_greedy(reference, base, got[name])
         figures[name]["acceptance"] = round(acceptance(got[name]), 3)
-        assert compared["real"] == 0, compared
-        assert figures[name]["acceptance"] > 0.9 * figures["acceptance_cold"]
     results.setdefault("prefix", {})[case] = figures
+    for name in ("warm", "together"):
+        assert figures[name]["real"] == 0, f"{name}: margins {figures[name]['margins']}"
+        assert figures[name]["acceptance"] > 0.9 * figures["acceptance_cold"]
 
 
 @pytest.mark.parametrize("case", RELEASING)

@@ -167,28 +167,31 @@ def loads(probe: Probe) -> Any:
 
 
 def mid_response(probe: Probe) -> Any:
-    """16 long generations under way, then another policy (first layer's norm scaled, so that every key and value
+    """Long generations under way, then another policy (first layer's norm scaled, so that every key and value
     changes) and a drafter: nothing may be dropped, and tokens after the load must be the new policy's. A response that
     ends before the load (the engine stops at the model's own end of sequence) says nothing and is left out."""
     sampling = SamplingParams(temperature=1.0, max_tokens=768)
-    probe.submit(probe.prompts["long"], sampling, seed=777)
+    prompts = 2 * probe.prompts["long"]
+    probe.submit(prompts, sampling, seed=777)
     at_load: dict[str, int] = {}
-    early = 0
-    while len(at_load) + early < 16 or min(at_load.values(), default=MID_TOKENS) < MID_TOKENS:
+    ended = 0
+    while sum(n >= MID_TOKENS for n in at_load.values()) < MID_LEAST:
         report = probe.service.advance(0.02, EPOCH)
-        early += len(report.finished)
+        ended += len(report.finished)
         at_load = {r.rollout_id: r.num_tokens for r in report.running}
-    assert len(at_load) >= MID_LEAST, f"only {len(at_load)} of 16 responses were long enough"
+        assert ended < len(prompts), "all responses ended before enough of them were under way"
     changed = dict(probe.target)
     changed["model.layers.0.input_layernorm.weight"] = changed["model.layers.0.input_layernorm.weight"] * MID_FACTOR
     versions = probe.service.load_policy(2, changed, EPOCH)
     if probe.case.drafter_folder:
         versions = probe.service.load_drafter(3, probe.drafter, EPOCH)
-    rollouts = probe.collect(len(at_load))
+    rest = probe.collect(len(prompts) - ended)
+    rollouts = [r for r in rest if len(r.policy_versions) > 1]
+    assert len(rollouts) >= MID_LEAST, f"only {len(rollouts)} of {len(prompts)} responses went on after the load"
     probe.service.load_policy(3, probe.target, EPOCH)
     return {
         "versions": asdict(versions),
-        "tokens_at_load": [at_load[r.rollout_id] for r in rollouts],
+        "tokens_at_load": [at_load.get(r.rollout_id, 0) for r in rollouts],
         "rollouts": [_short(r) for r in rollouts],
     }
 

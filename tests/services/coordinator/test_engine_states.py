@@ -69,22 +69,43 @@ def test_the_tail_trains_on_this_steps_early_responses() -> None:
     assert early and all(at <= ends[step] for at, step in chunks)
 
 
-@pytest.mark.parametrize(("world", "wanted"), [(world_of, "verdict train"), (World, "train verdict")])
+def colocated() -> World:
+    engine = SGLANG | {"release_memory": True}
+    place = {"mode": "local", "policy": "colocated"}
+    return World(tiny_config(rollout={"engine": engine}, drafter={"states": "engine"}, placement=place))
+
+
+@pytest.mark.parametrize(
+    ("world", "wanted"),
+    [(world_of, "train verdict answer"), (colocated, "train verdict answer"), (World, "train answer verdict")],
+)
 def test_the_drafter_is_judged_while_the_policy_trains(world: Any, wanted: str) -> None:
-    """If its states are here before that begins, rollouts need not wait for the verdict afterwards."""
-    built, order = world(), list[str]()
+    """If its states are the servers', nobody needs the policy for the verdict, and rollouts need not wait for it
+    afterwards."""
+    built, order, reports = world(), list[str](), list[Any]()
     coordinator = built.coordinator
     releases, policy = coordinator._releases, coordinator._services.policy
-    for owner, method, name in ((releases, "estimate", "verdict"), (policy, "train_step", "train")):
-        plain = getattr(owner, method)
+    estimate, train_step, ask = releases.estimate, policy.train_step, coordinator._ask_policy
 
-        def noted(*given: Any, call: Any = plain, name: str = name) -> Any:
-            order.append(name)
-            return call(*given)
+    def train(batch: Any) -> Any:
+        order.append("train")
+        answers = train_step(batch)
+        reports.append(answers[0])
+        return answers
 
-        setattr(owner, method, noted)
+    def judge(live: Any) -> None:
+        order.append("verdict")
+        estimate(live)
+
+    def answered(pending: Any) -> Any:
+        if pending in reports:
+            order.append("answer")
+        return ask(pending)
+
+    releases.estimate, policy.train_step, coordinator._ask_policy = judge, train, answered
     coordinator.run()
     assert " ".join(order) == " ".join([wanted] * 3)
+    assert all(m.acceptance_length_live_offline is not None for m in built.observer.steps[1:])
 
 
 def test_only_work_of_a_step_asks_for_states() -> None:

@@ -35,8 +35,8 @@ def price(strategy: DraftStrategy, view: RoundView) -> StageSeconds:
 @dataclass
 class World:
     """Requests that never end. `rates`: acceptance by position of EAGLE drafts; the suffix index finds nothing good.
-    `late`: the engine launches a round before it has read the last one, and tells of it afterwards. `held_up`: rounds by
-    number that take so many times as long."""
+    `late`: the engine launches a round before it has read the last one, and tells of it afterwards. `held_up`: rounds
+    by number that take so many times as long."""
 
     selector: Adaptive
     rates: Sequence[float] = (0.8,) * 8
@@ -194,7 +194,9 @@ def test_a_round_that_something_held_up_does_not_end_the_checks(times: float, be
 
 def test_a_late_engine_is_told_of_checks_that_are_theirs() -> None:
     """The round that is recorded behind a check's choice is the one before it."""
-    lost = [lost_to_off(world(False, rates=(0.4,) * 8, price=dear, seed=1, late=late), 8, 800) for late in (False, True)]
+    lost = [
+        lost_to_off(world(False, rates=(0.4,) * 8, price=dear, seed=1, late=late), 8, 800) for late in (False, True)
+    ]
     assert lost[1] == pytest.approx(lost[0], abs=0.01)
 
 
