@@ -13,9 +13,11 @@ class DrafterTraining(Section):
     """When idle slots train the drafter: `auto` as long as it pays, `always` or `never`. Training rests after
     `patience` trainings in a row that each added less than `min_gain` (relative) to the acceptance length on held-out
     rollouts; it goes on when acceptance drops by `drift` below its recent level, or when the training of one step in
-    `probe_every` adds `min_gain` again."""
+    `probe_every` adds `min_gain` again. `beside_policy`: also while the policy is trained, which leaves all slots idle;
+    None: where the policy has GPUs of its own, so that it loses nothing by it."""
 
     when: Literal["auto", "always", "never"] = "auto"
+    beside_policy: bool | None = None
     min_gain: float = Field(0.002, ge=0)
     patience: int = Field(3, ge=1)
     drift: float = Field(0.03, gt=0)

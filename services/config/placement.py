@@ -44,6 +44,11 @@ class PlacementConfig(Section):
         return self.policy == "colocated"
 
     @property
+    def policy_lies_apart(self) -> bool:
+        """Whether slots and policy never come to one GPU: less than a whole one shares it with others."""
+        return not self.colocated and self.gpus_per_slot > 0 and self.policy_gpus >= 1
+
+    @property
     def slots_lie_apart(self) -> bool:
         """Whether no two slots can come to one GPU."""
         return self.gpus_per_slot > 0.5

@@ -333,7 +333,18 @@ class ClusterConfig(Section):
         if self.policy_in_team and not (place.policy_gpus or place.policy_cpus):
             yield "placement.policy_cpus 0: Ray places a team of policy workers by what each asks for: set it above 0"
 
+    @property
+    def drafts_beside_policy(self) -> bool:
+        """Whether idle slots train the drafter also while the policy is trained."""
+        wanted = self.drafter.training.beside_policy
+        return self.placement.policy_lies_apart if wanted is None else wanted
+
     def _colocation_problems(self) -> Iterator[str]:
+        if self.drafter.training.beside_policy:
+            yield (
+                "drafter.training.beside_policy: true, but with placement.policy: colocated the policy has the slots' "
+                "GPUs while it is trained: leave beside_policy out, or set placement.policy: split"
+            )
         yield from self.placement.sharing_problems(self.rollout.num_servers)
         engine = self.rollout.engine
         if isinstance(engine, SGLangEngine) and not engine.release_memory:

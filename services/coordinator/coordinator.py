@@ -16,6 +16,7 @@ from services.config.schema import ClusterConfig
 from services.coordinator import loop
 from services.coordinator.alarms import useless_drafter
 from services.coordinator.assembly import Parts, make_drafting, make_forecast, make_phase
+from services.coordinator.beside import BesidePolicy
 from services.coordinator.calls import Calls
 from services.coordinator.checkpoints import Checkpoints, Learned
 from services.coordinator.comparison import ForcedRuns
@@ -108,6 +109,7 @@ class Coordinator:
             self._trainers, services.initial_drafter, clock, self._patience, self._tell, self._calls.turn
         )
         self._turns = Turns(parts, self._drafting, services.policy, self._ask_policy)
+        self._beside = BesidePolicy(parts, self._drafting, self._window)
         self._worth = Worth(config.drafter.training)
         self._phase = make_phase(parts, self._drafting, self._board, self._strategies, services.cores)
         self._forecast, self._selectors = make_forecast(parts, inputs.sampling), SelectorStates(parts)
@@ -206,11 +208,9 @@ class Coordinator:
         keep = self._engine_states and self._worth.wants_states
         works = make_work(prompts, label, rollout.group_size, sampling, seed, keep, len(self._groups.sampled))
         self._board.begin("rollout", len(prompts) * rollout.group_size)
-        self._timeline.open_window()
-        with self._timed("rollout"):
+        with self._window(), self._timed("rollout"):
             drafters = self._worth.slots(len(self._leases))
             yield from self._phase.generate(works, drafters, step if keep else None)
-        self._facts.add_slot_seconds(self._timeline.close_window())
 
     def score(self, group: FinishedGroup) -> None:
         self._scoring.submit(group)
@@ -247,29 +247,20 @@ class Coordinator:
         with self._timed("policy"), self._timeline.span("policy", "policy"):
             self._turns.begin(step)
             report, pending, blob = self._services.policy.train_step(replace(batch, keep_states=wanted))
+            self._drafting.finish()
             if by_servers:  # nobody needs the policy for it: the verdict comes while it trains
-                self._take_states(step)
+                self._turns.take_states(step)
                 self._judge(wanted)
-            self._facts.policy = self._ask_policy(report)
-            chunk = self._ask_policy(pending)
-        self._drafting.finish()  # long since done: its last micro-step ended while the policy was trained
-        self._facts.drafter = tuple(self._drafting.progress)
+            with self._beside.training(self._worth.slots(len(self._leases))):
+                self._facts.policy = self._ask_policy(report)
+                chunk = self._ask_policy(pending)
         if not by_servers:
             if wanted:
                 self._trainers.add_chunk(chunk, blob)
             self._judge(wanted)
 
-    def _take_states(self, step: int | None) -> None:
-        """Of the servers that had work to the end, once nobody trains in their slots; None: there are none to take."""
-        self._drafting.finish()
-        if self._config.placement.colocated:
-            self._fleet.take_rest()
-        elif step is not None:
-            for chunk, blob in self._fleet.take_states(step):
-                self._trainers.add_chunk(chunk, blob)
-
     def _judge(self, wanted: bool) -> None:
-        """All that the drafter learned is handed in, and its states are on their way to the trainers, if `wanted`."""
+        """The drafter's states, if `wanted`, are on their way to the trainers, and nobody has trained on them."""
         self._releases.estimate(self._drafting.live if wanted else None)
 
     def publish_policy(self) -> None:
@@ -290,7 +281,7 @@ class Coordinator:
         start = self._clock()
         with self._timed("publish"):
             first, releases = self._fleet.drafter is None, self._releases
-            published = releases.publish_first() if first else releases.publish(self._drafting.live)
+            published = releases.publish_first() if first else releases.publish()
         if published is not None:
             self._telemetry.published("drafter", published.version, self._clock() - start, published.blob)
             self._fleet.drafter = published
@@ -303,6 +294,7 @@ class Coordinator:
         start = self._clock()
         with self._timed("publish"):
             self._turns.end()
+            self._drafting.leave()
             self._fleet.open_all()
         self._telemetry.loaded(self._clock() - start)
 
@@ -333,7 +325,8 @@ class Coordinator:
         self._observer.evaluation(result)
 
     def record(self, step: int) -> None:
-        self._trainers.settle()
+        self._releases.settle()
+        self._facts.drafter = tuple(self._drafting.progress)
         self._facts.drafter_version = self._summary.drafter_version
         self._facts.achieved_gain = self._strategies.achieved_gain
         self._facts.energy_j = self._metering.end(self._timeline.open_spans())
@@ -389,6 +382,12 @@ class Coordinator:
     def _check_stop(self) -> None:
         if self.control.stopping:
             raise StopRequested("stopped on request: the run folder holds what was done until now")
+
+    @contextmanager
+    def _window(self) -> Iterator[None]:
+        self._timeline.open_window()
+        yield
+        self._facts.add_slot_seconds(self._timeline.close_window())
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -159,8 +159,8 @@ class Drafting:
             self._fleet.expire()
 
     def finish(self) -> None:
-        """Stop, and wait until no slot trains and `live` holds all that was learned. Only leases of those that train run
-        out meanwhile: a policy that has the slots by then is heard of when it is done."""
+        """Stop, and wait until no slot trains and `live` holds all that was learned. Only leases of those that train
+        run out meanwhile: a policy that has the slots by then is heard of when it is done."""
         self.leave()
         while self._round.handing or self._round.merging or self._round.parts:
             self._calls.turn()

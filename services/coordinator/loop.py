@@ -19,7 +19,7 @@ Who waits for whom:
 - `publish_drafter` waits for the verdict on rollouts that nobody trained on: only what is better than the served
   drafter goes out.
 - `train_step` waits for all rewards. Rollout servers are idle meanwhile; responses are strictly on-policy. A policy
-  that shares their GPUs has all slots from here until `load`.
+  that shares their GPUs has all slots from here until `load`; where it has GPUs of its own, slots train the drafter.
 - `checkpoint` waits for nobody: the policy trainer copies its state and writes the copy while the next step generates.
 - `load` waits for every server to say that it serves exactly the published versions. A server that is lost does not
   hold up the others; it loads before it serves again.

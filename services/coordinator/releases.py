@@ -34,6 +34,7 @@ class Releases:
         self._turn = turn
         self._version = 0
         self._asked: Blob | None = None  # the live state that was last asked about
+        self._answers_due: dict[int, int] = {}  # slots that have not told of it yet: their trainer's losses until then
         self.gain: float | None = None
         self.estimates: dict[str, AcceptanceEstimate] = {}
 
@@ -56,6 +57,7 @@ class Releases:
         trainer is asked about some of them, and nobody twice about the same state."""
         self.estimates, self._asked, self.gain = {}, live, None
         newest, up = self._trainers.newest, self._trainers.up
+        self._answers_due = {}
         if newest is None or not up or live is None or self._served is None or self._frozen is None:
             return
         states = {"live": live, "served": self._served, "frozen": self._frozen}
@@ -70,11 +72,26 @@ class Releases:
         trainers, client = self._trainers, self._trainers.clients[slot]
         asked = {names[0]: states[names[0]] for names in groups}
 
+        due = self._answers_due
+
         def heard(estimates: Sequence[AcceptanceEstimate]) -> None:
+            del due[slot]
             for names, estimate in zip(groups, estimates, strict=True):
                 self.estimates |= {name: replace(estimate, drafter=name) for name in names}
 
-        trainers.identified(slot, lambda: trainers.post(slot, client.estimate(asked, newest), heard))
+        def gone(reason: str) -> None:
+            del due[slot]
+
+        def ask() -> None:
+            trainers.post(slot, client.estimate(asked, newest), heard, gone)
+
+        due[slot] = trainers.losses[slot]
+        trainers.identified(slot, ask)
+
+    def settle(self) -> None:
+        """Wait until whoever was asked by `estimate` has answered, or is lost."""
+        while any(self._trainers.losses[slot] == before for slot, before in self._answers_due.items()):
+            self._turn()
 
     def publish_first(self) -> Published | None:
         """Export the version that is to be served first; None without drafter trainers."""
@@ -89,22 +106,23 @@ class Releases:
         names = ", ".join(c.name for c in self._trainers.clients)
         raise ServiceLostError(names, f"no drafter trainer answered within {self._patience.restart_s:.0f} s")
 
-    def publish(self, live: Blob | None) -> Published | None:
-        """The live drafter as the next version; None when it has learned nothing since the last one, or when it is not
-        better than that one on the rollouts that `estimate` was asked about, which is told."""
+    def publish(self) -> Published | None:
+        """The live drafter that `estimate` was asked about as the next version; None when it had learned nothing since
+        the last one, or when it is not better than that one on those rollouts, which is told."""
+        live = self._asked
         if live is None or live is self._served:
             return None
-        self._trainers.settle()
-        if not self._is_better(live):
+        self.settle()
+        if not self._is_better():
             return None
         published = self._export(live, self._version + 1)
         if published is not None:
             self._version, self._served = published.version, live
         return published
 
-    def _is_better(self, live: Blob) -> bool:
+    def _is_better(self) -> bool:
         new, old = (self.estimates.get(name) for name in ("live", "served"))
-        if new is None or old is None or self._asked is not live:
+        if new is None or old is None:
             return False  # a trainer was lost before it answered: the next step asks again
         self.gain = new.acceptance_length / old.acceptance_length - 1
         if new.acceptance_length > old.acceptance_length:

@@ -13,8 +13,9 @@ class Timeline:
     """Seconds are since the start of the run, which was `elapsed_s` ago. `label` names the phase under way; no span
     outlasts its phase.
 
-    Idle and drafting seconds count only inside a rollout window (`open_window` to `close_window`): a slot that has
-    nothing to generate there is either IDLE (unused) or DRAFTING (the idle time put to use).
+    Idle and drafting seconds count only inside a window (`open_window` to `close_window`), of a rollout phase or of a
+    policy's training beside which slots may train the drafter: a slot that has nothing to generate there is either IDLE
+    (unused) or DRAFTING (the idle time put to use).
     """
 
     def __init__(self, num_slots: int, clock: Clock, emit: Callable[[SlotSpan], None], elapsed_s: float = 0.0) -> None:

@@ -5,7 +5,7 @@ A trainer that was restarted, noticed or not, has neither head nor data; it gets
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ class Trainers:
         self._buffer_bytes = buffer_bytes
         self._states_added = states_added
         self._up = set(range(len(self.clients)))
+        self.losses = Counter[int]()  # of each slot's trainer
         self._sorted: list[int] | None = None  # `_up`, until it changes
         self.touched: set[int] = set()  # slots whose trainer came or went since whoever looks cleared it
         self._pids: dict[int, int] = {}
@@ -162,6 +163,7 @@ class Trainers:
         name = self.clients[slot].name
         self._calls.drop(name)
         self._up.discard(slot)
+        self.losses[slot] += 1
         self._changed(slot)
         self._tell("drafter_lost", name, f"drafter trainer of slot {slot} is lost: {reason}")
         self.on_lost(slot, reason)

@@ -21,8 +21,8 @@ from services.core.types import MemorySwitch, SlotState
 
 
 class Turns:
-    """Of a policy that has GPUs of its own there are none, and every call does nothing. `ask` waits for an answer of
-    the policy trainer."""
+    """Of a policy that has GPUs of its own there are none, and `begin` and `end` do nothing. `ask` waits for an answer
+    of the policy trainer."""
 
     def __init__(
         self, parts: Parts, drafting: Drafting, policy: PolicyClient, ask: Callable[[Pending[Any]], Any]
@@ -44,6 +44,15 @@ class Turns:
         for slot in self._leases.in_state(SlotState.IDLE):
             self._leases.change(slot, SlotState.POLICY, self._leases[slot].epoch, self._clock())
         self._switch(release=False)
+
+    def take_states(self, step: int | None) -> None:
+        """While the policy trains: have the drafter trainers sent what servers that worked to the end of `step` kept of
+        it; None: nobody wants it. In no slot a drafter trains."""
+        if self._colocated:
+            self._fleet.take_rest()
+        elif step is not None:
+            for chunk, blob in self._fleet.take_states(step):
+                self._trainers.add_chunk(chunk, blob)
 
     def end(self) -> None:
         """The servers': slots become IDLE, to be opened. Of a run's first turn, which is theirs, too."""

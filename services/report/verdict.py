@@ -122,7 +122,8 @@ def _drafter(run: RunData) -> Finding | None:
 
 
 def idle_use(run: RunData) -> tuple[float | None, float | None]:
-    """(idle, drafting) slot-seconds, disjoint: time in the rollout phases with nothing to generate, unused or used."""
+    """(idle, drafting) slot-seconds, disjoint: time with nothing to generate, unused or used, while others generate
+    or beside a policy that trains on GPUs of its own."""
     pairs = [(number(r, "idle_s"), number(r, "drafting_s")) for r in run.steps]
     known = [(idle, drafting) for idle, drafting in pairs if idle is not None and drafting is not None]
     if known:
@@ -144,7 +145,7 @@ def _idle(run: RunData) -> Finding | None:
     if share is None or idle is None or drafting is None:
         return None
     text = (
-        f"While others still generated, slots had nothing to do for {fmt_seconds(idle + drafting)} in all; "
+        f"Slots that may train the drafter had nothing to generate for {fmt_seconds(idle + drafting)} in all; "
         f"drafter training used {fmt_seconds(drafting)} of it ({fmt(100 * share, 0)}\u00a0%)."
     )
     return Finding("idle", "flat" if drafting > 0 else "bad", "", text)
