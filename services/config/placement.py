@@ -17,7 +17,7 @@ class PlacementConfig(Section):
     `policy_cpus` and `policy_gpus` are those of each of the `policy_workers`, which hold the policy in equal parts.
     `policy: colocated` puts the workers on the slots' GPUs, where they and the rollout servers take turns:
     `gpus_per_slot` and `policy_gpus` are then the parts of one GPU that Ray counts for each, and whoever's turn it is
-    has the memory."""
+    has the memory, or each keeps its own (`resident`)."""
 
     mode: Literal["ray", "local"] = "ray"
     address: str | None = None  # None: a private Ray on this machine
@@ -27,6 +27,8 @@ class PlacementConfig(Section):
     cores: int | None = Field(None, ge=1)
     gpus_per_slot: float = Field(0.0, ge=0)
     policy: Literal["split", "colocated"] = "split"  # GPUs of its own, or those of the slots in turns
+    # Of a colocated policy, on GPUs with room for both sides at once: turns move nothing to host memory and back.
+    resident: bool = False
     policy_workers: int = Field(1, ge=1)
     policy_cpus: float = Field(0.5, ge=0)
     policy_gpus: float = Field(0.0, ge=0)
@@ -42,6 +44,11 @@ class PlacementConfig(Section):
     @property
     def colocated(self) -> bool:
         return self.policy == "colocated"
+
+    @property
+    def lends_memory(self) -> bool:
+        """Whether the side whose turn it is has the memory of the slots' GPUs alone."""
+        return self.colocated and not self.resident
 
     @property
     def policy_lies_apart(self) -> bool:

@@ -220,6 +220,8 @@ class ClusterConfig(Section):
         problems = [*self._engine_problems(), *self._training_problems(), *self._placement_problems()]
         problems += [*self._states_problems(), *self._weights_problems(), *self._policy_team_problems()]
         problems += self._colocation_problems() if self.placement.colocated else []
+        if self.placement.resident and not self.placement.colocated:
+            problems.append("placement.resident is about placement.policy: colocated: leave it out with split")
         if problems:
             raise ValueError("\n".join(problems))  # one a line: the loader tells each by itself
         return self
@@ -347,8 +349,11 @@ class ClusterConfig(Section):
             )
         yield from self.placement.sharing_problems(self.rollout.num_servers)
         engine = self.rollout.engine
-        if isinstance(engine, SGLangEngine) and not engine.release_memory:
-            yield "placement.policy: colocated takes turns on a GPU: set rollout.engine.release_memory: true"
+        if isinstance(engine, SGLangEngine) and engine.release_memory == self.placement.resident:
+            yield (
+                "placement.policy: colocated takes turns on a GPU's memory: set rollout.engine.release_memory: true; "
+                "or leave it false and set placement.resident: true, where a GPU has room for both at once"
+            )
 
     def _training_problems(self) -> Iterator[str]:
         if self.rollout.group_size < 2:

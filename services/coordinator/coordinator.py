@@ -96,7 +96,7 @@ class Coordinator:
         self._facts = StepFacts()
         self._draws = PromptDraws.configured(config, inputs.train)
         self._groups = StepGroups(self._draws, 1, self._has_signal)
-        lends = config.placement.colocated
+        lends = config.placement.lends_memory
         self._fleet = Fleet(services.rollout, self._leases, self._calls, clock, self._patience, self._tell, lends)
         self._fleet.on_blobs_lost = self._salvage
         self._engine_states = config.drafter.states == "engine"

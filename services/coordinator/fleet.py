@@ -182,9 +182,10 @@ class Fleet:
             self._tell("states_dropped", self.servers[slot].name, _say_missing(chunk))
 
     def lend(self, step: int | None = None, keep: Keep = lambda chunk, blob: None) -> None:
-        """Have every server release its memory, and wait until each that is not lost has, also one that comes back
-        meanwhile; slots are IDLE before and after. With a `step` they are asked for the hidden states they kept as
-        well, which lie in host memory: `keep` gets them as they come, all of them before `take_rest` returns."""
+        """Have every server release its memory, if they lend it at all, and wait until each that is not lost has, also
+        one that comes back meanwhile; slots are IDLE before and after. With a `step` they are asked for the hidden
+        states they kept as well, which lie in host memory: `keep` gets them as they come, all of them before
+        `take_rest` returns."""
         lent: set[tuple[int, int]] = set()
 
         def let_go(slot: int, epoch: int) -> None:
@@ -198,8 +199,13 @@ class Fleet:
 
         def visit(slot: int, epoch: int, _: ServedVersions) -> None:
             self._heard(slot, epoch)
-            self._post(slot, self.servers[slot].switch_memory(True, epoch), lambda _: let_go(slot, epoch))
+            if self._lends:
+                self._post(slot, self.servers[slot].switch_memory(True, epoch), lambda _: let_go(slot, epoch))
+            else:
+                let_go(slot, epoch)
 
+        if step is None and not self._lends:
+            return
         while any((slot, self._leases[slot].epoch) not in lent for slot in self._leases.in_state(SlotState.IDLE)):
             self._visit(visit)
 

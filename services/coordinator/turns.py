@@ -4,7 +4,8 @@
                                    <──end────  leases: IDLE  <── the policy releases it, its weights in host memory
 
 Each side has said that it let go before the other is told to take: what a lease says is true of the memory. Servers
-take theirs back as they are opened, so that one that died meanwhile is replaced and loaded as ever.
+take theirs back as they are opened, so that one that died meanwhile is replaced and loaded as ever. Where both sides
+fit (`placement.resident`) they take turns all the same, and keep what they hold.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Turns:
     def __init__(
         self, parts: Parts, drafting: Drafting, policy: PolicyClient, ask: Callable[[Pending[Any]], Any]
     ) -> None:
-        self._colocated = parts.config.placement.colocated
+        self._colocated, self._lends = parts.config.placement.colocated, parts.config.placement.lends_memory
         self._fleet, self._leases, self._trainers = parts.fleet, parts.leases, parts.trainers
         self._clock, self._telemetry = parts.clock, parts.telemetry
         self._drafting, self._policy, self._ask = drafting, policy, ask
@@ -68,6 +69,8 @@ class Turns:
             self._leases.renew(slot, self._leases[slot].epoch, self._clock())
 
     def _switch(self, release: bool) -> None:
+        if not self._lends:
+            return
         try:
             switch: MemorySwitch | None = self._ask(self._policy.switch_memory(release))
         except GpuMemoryError as error:

@@ -167,7 +167,7 @@ def build_policy_service(
     dtype = pick_dtype(config.model.dtype)
     compute = None if dtype == torch.float32 else dtype
     aux_layers = drafter_method(config.drafter, spec).aux_layers
-    away = config.placement.colocated  # rollout servers, which have the first turn, start beside it
+    away = config.placement.lends_memory  # rollout servers, which have the first turn, start beside it
     model = load_policy_model(config.model.path, device if team.mesh is None and not away else torch.device("cpu"))
     if away:
         for parameter in model.parameters():

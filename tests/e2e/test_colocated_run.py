@@ -39,10 +39,11 @@ class Learned:
     slot_roles: set[str] = field(default_factory=set)
 
 
-def learned(runs: Path, policy: str) -> Learned:
+def learned(runs: Path, policy: str, resident: bool = False) -> Learned:
     """Without what the clock decides: a drafter that trains changes which drafts are offered."""
     overrides = (
-        "placement.mode=local", f"placement.policy={policy}", "drafter.training.when=never", f"run.dir={runs}",
+        "placement.mode=local", f"placement.policy={policy}", f"placement.resident={str(resident).lower()}",
+        "drafter.training.when=never", f"run.dir={runs}",
         f"run.steps={STEPS}", "run.compare_prompts=0", f"rollout.prompts_per_step={PROMPTS}",
         f"rollout.group_size={GROUP}", f"rollout.engine.max_running={PROMPTS * GROUP}",
     )  # fmt: skip
@@ -60,6 +61,8 @@ def learned(runs: Path, policy: str) -> Learned:
 
 def test_weights_and_rollouts_are_bit_for_bit_those_of_a_split_run(tmp_path: Path) -> None:
     split, shared = (learned(tmp_path, policy) for policy in ("split", "colocated"))
+    resident = learned(tmp_path, "colocated", resident=True)
+    assert resident.rollouts == split.rollouts and "policy" in resident.slot_roles
     assert "policy" in shared.slot_roles and "policy" not in split.slot_roles
     assert len(shared.rollouts) == STEPS * PROMPTS * GROUP
     assert shared.rollouts == split.rollouts

@@ -305,6 +305,12 @@ def test_a_colocated_policy_needs_servers_that_let_go() -> None:
     assert "set rollout.engine.release_memory: true" in told
     for transport in ("object_store", "collective"):
         assert mistakes(*shared, "rollout.engine.release_memory=true", f"weights.transport={transport}") == []
+    resident = (*shared[:1], shared[1].replace("}", ", resident: true}"))
+    assert mistakes(*resident) == [], "or a GPU with room for both"
+    (told,) = mistakes(*resident, "rollout.engine.release_memory=true")
+    assert "leave it false and set placement.resident: true" in told
+    (told,) = mistakes("placement.resident=true")
+    assert "placement.policy: colocated" in told
     on_one = "placement={policy: colocated, gpus_per_slot: 0.3, policy_gpus: 0.3}"
     assert mistakes(shared[0], on_one, "rollout.engine.release_memory=true") == [], "two slots and the policy on one"
     assert mistakes("placement={policy: colocated, policy_workers: 3}") == [], "CPUs are not shared like that"

@@ -27,6 +27,16 @@ def with_engine_states(**changes: Any) -> World:
     return World(tiny_config(rollout=rollout, drafter={"states": "engine"}, placement=placement, **changes))
 
 
+def resident(**changes: Any) -> World:
+    """Both sides keep their memory."""
+    return World(tiny_config(placement={"policy": "colocated", "resident": True}, **changes))
+
+
+def resident_with_engine_states(**changes: Any) -> World:
+    placement = {"policy": "colocated", "resident": True, "gpus_per_slot": 0.6, "policy_gpus": 0.4}
+    return World(tiny_config(rollout={"engine": SGLANG}, drafter={"states": "engine"}, placement=placement, **changes))
+
+
 def responses(world: World) -> list[Any]:
     return [[r.response_ids for r in g.rollouts] for step in sorted(world.observer.groups)
             for g in world.observer.groups[step]]  # fmt: skip
@@ -41,6 +51,22 @@ def test_slots_are_the_policys_once_a_step_and_nobody_elses_meanwhile() -> None:
         assert all(t.end_s - t.start_s >= 0.5 for t in turns), "the step is trained within"
     assert all([s.released for s in server.instance.switches] == [True, False] * STEPS for server in world.servers)
     assert world.policy.instance.released, "the servers have the last turn"
+
+
+@pytest.mark.parametrize("make", [resident, resident_with_engine_states])
+def test_where_both_fit_turns_move_no_memory(make: Any) -> None:
+    world, split = make(), World()
+    assert world.coordinator.run()["status"] == "finished"
+    split.coordinator.run()
+    assert responses(world) == responses(split)
+    for slot in ("slot 0", "slot 1"):
+        turns = [s for s in world.observer.spans if (s.slot, s.role) == (slot, "policy")]
+        assert len(turns) == STEPS and all(t.end_s - t.start_s >= 0.5 for t in turns)
+    assert not any(server.instance.switches for server in world.servers)
+    assert not world.policy.instance.released
+    assert sum(d.instance.micro_steps_done for d in world.drafters) > 0
+    for drafter in world.drafters:
+        assert sorted(set(drafter.instance.chunks)) == [*range(1, STEPS + 1)]
 
 
 def test_a_split_policy_asks_nobody_for_memory() -> None:
@@ -89,7 +115,7 @@ def test_a_server_that_dies_while_released_is_replaced_and_not_resumed_twice(dea
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("make", [colocated, with_engine_states])
+@pytest.mark.parametrize("make", [colocated, with_engine_states, resident_with_engine_states])
 def test_whoever_dies_both_sides_never_have_their_memory(make: Any, seed: int) -> None:
     world = make(run={"steps": 4, "eval_prompts": 4})
     chaos = Chaos(world, seed, kill_chance=0.05)

@@ -154,7 +154,7 @@ class World:
 
     def _new_drafter(self, slot: int) -> FakeDrafter:
         drafter = FakeDrafter(slot, self.clock)
-        if self.config.placement.colocated:
+        if self.config.placement.lends_memory:
             drafter.before_train = self._away
         return drafter
 
@@ -163,7 +163,7 @@ class World:
         assert policy is None or policy.released, "a drafter trains on a GPU whose memory the policy has"
 
     def _new_policy(self) -> FakePolicy:
-        if not self.config.placement.colocated:
+        if not self.config.placement.lends_memory:
             return FakePolicy(self.clock)
         return FakePolicy(self.clock, released=True, servers=lambda: [s.instance for s in self.servers])
 

@@ -144,12 +144,12 @@ def test_a_step_that_does_not_fit_the_gpu_says_what_makes_it_smaller(model_folde
     assert built.steps_done == built.version == 0
 
 
-def colocated(folder):
+def colocated(folder, resident=False):
     return build_policy_service(
         ClusterConfig(
             model=ModelConfig(path=str(folder), device="cpu"),
             policy=PolicyConfig(threads=1, learning_rate=0.01),
-            placement=PlacementConfig(policy="colocated"),
+            placement=PlacementConfig(policy="colocated", resident=resident),
         )
     )
 
@@ -172,6 +172,12 @@ def test_a_colocated_policy_begins_away_and_publishes_from_there_what_a_split_on
             away.train_step(batch)
             there.train_step(batch)
         assert away.switch_memory(True).released
+
+
+def test_a_resident_policy_stays_where_it_is(model_folder, make_rollout) -> None:
+    stays = colocated(model_folder(), resident=True)
+    assert stays.switch_memory(False) is None
+    assert stays.train_step(TrainBatch(1, (make_rollout(0), make_rollout(1)), (1.0, -1.0)))[0].policy_version == 1
 
 
 def test_no_room_on_the_shared_gpu_is_said_with_its_remedy(model_folder) -> None:
