@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from services.core.errors import BatchError
+from services.drafter.chains import Group, groups_of
 from services.models.drafter import DrafterMethod
 from services.models.hidden import Aligned, HiddenStates, align
-from services.models.packing import RowLayout, RowPlan, block_causal, fill_rows, plan_rows, row_layout
+from services.models.packing import RowLayout, RowPlan, fill_rows, plan_rows, row_layout
 
 
 @dataclass(frozen=True)
 class DraftRows:
     """The fields of `Aligned` in rows: ids, loss_mask [R,W]; inputs [R,W,S]; target_hidden [R,W,H]; `members` are
-    indices into the packed list. Sequences in one row never see each other (`visible`)."""
+    indices into the packed list, `lengths` theirs. Sequences in one row never see each other (`chains`)."""
 
     ids: Tensor
     inputs: Tensor
@@ -25,14 +26,18 @@ class DraftRows:
     loss_mask: Tensor
     layout: RowLayout
     members: tuple[int, ...]
+    lengths: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
         return int(self.layout.filled.sum())
 
-    def visible(self, lag: int) -> Tensor:
-        """bool [R,W,W]: keys of the same sequence at least `lag` positions back."""
-        return block_causal(self.layout, lag)
+    def chains(self, depth: int) -> list[Group]:
+        """Who attends to whom at a depth: to entries of the same sequence at least `depth` places back."""
+        width = self.ids.shape[1]
+        return groups_of(
+            [row * width + column for row, column in self.layout.starts], self.lengths, depth, self.ids.device
+        )
 
     def started(self, depth: int) -> Tensor:
         """bool [R,W]: a chain that reaches this entry at `depth` began inside the same sequence."""
@@ -73,6 +78,7 @@ def lay_rows(aligned: Sequence[Aligned], plans: Sequence[RowPlan], device: torch
                 loss_mask=fill_rows(layout, [a.loss_mask for a in own]).to(device),
                 layout=layout.to(device),
                 members=plan.members,
+                lengths=tuple(lengths[i] for i in plan.members),
             )
         )
     return rows

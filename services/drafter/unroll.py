@@ -11,14 +11,16 @@ An entry's rotary position is its index at every depth. All chains of a row run 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.drafter.chains import Group, chain_attention
 from services.drafter.packing import DraftRows
 from services.models.drafter import Drafter
-from services.models.layers import Attend, RopeTable, masked_attention
-from services.models.packing import additive
+from services.models.layers import Attend, RopeTable
 
 
 def unroll(drafter: Drafter, rows: DraftRows, embed: Tensor, rope: RopeTable, depths: int) -> list[Tensor]:
@@ -30,7 +32,7 @@ def unroll(drafter: Drafter, rows: DraftRows, embed: Tensor, rope: RopeTable, de
     network = drafter.network()
     embeds = F.embedding(rows.ids, embed.detach())
     turns = rope.at(rows.layout.positions)
-    attention = _ChainAttention(rows)
+    attention = _Chains(rows)
     hidden, outputs = network.enter(rows.inputs), []
     for depth in range(depths):
         out = network.step(embeds, hidden, turns, attention.at(depth))
@@ -44,7 +46,7 @@ def _shift(x: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
 
 
-class _ChainAttention:
+class _Chains:
     """Keys and values of the depths so far. `_drafted[i-1]` is depth i's, shifted so that entry t holds what the chain
     arriving at t wrote at that depth."""
 
@@ -54,26 +56,15 @@ class _ChainAttention:
         self._drafted: list[Tensor] = []
 
     def at(self, depth: int) -> Attend:
-        return self._first if depth == 0 else self._later
+        return partial(self._attend, self._rows.chains(depth))
 
-    def _first(self, q: Tensor, kv: Tensor) -> Tensor:
-        self._context = kv
-        return masked_attention(q, kv[:, :, 0], kv[:, :, 1], additive(self._rows.visible(0), q.dtype))
-
-    def _later(self, q: Tensor, kv: Tensor) -> Tensor:
-        """q [R,W,N,D], kv [R,W,2,M,D] -> [R,W,N,D]: softmax over W context keys and `depth` diagonal ones."""
-        assert self._context is not None
-        self._drafted = [*(_shift(d) for d in self._drafted), kv]
-        depth, heads = len(self._drafted), self._context.shape[3]
-        drafted = torch.stack(self._drafted, dim=-1)  # [R,W,2,M,D,depth]
-        grouped = q.reshape(*q.shape[:2], heads, -1, q.shape[-1]) * q.shape[-1] ** -0.5  # [R,W,M,G,D]
-        far = torch.einsum("rtmgd,rsmd->rmgts", grouped, self._context[:, :, 0])
-        near = torch.einsum("rtmgd,rtmdj->rmgtj", grouped, drafted[:, :, 0])
-        # `near` needs no mask: only an entry without a chain meets shifted-in zeros or a neighbour's drafts there, and
-        # nothing reads what such an entry holds
-        far = far.masked_fill(~self._rows.visible(depth)[:, None, None], -torch.inf)
-        weights = torch.cat([far, near], dim=-1).softmax(-1)
-        width = far.shape[-1]
-        mixed = torch.einsum("rmgts,rsmd->rtmgd", weights[..., :width], self._context[:, :, 1])
-        mixed = mixed + torch.einsum("rmgtj,rtmdj->rtmgd", weights[..., width:], drafted[:, :, 1])
-        return mixed.flatten(2, 3)
+    def _attend(self, groups: list[Group], q: Tensor, kv: Tensor) -> Tensor:
+        """q [R,W,N,D], kv [R,W,2,M,D] -> [R,W,N,D]: softmax over the context's keys and the chain's own. An entry
+        without a chain meets shifted-in zeros or a neighbour's drafts, and nothing reads what it holds."""
+        near = None
+        if self._context is None:
+            self._context = kv.flatten(0, 1)
+        else:
+            self._drafted = [*(_shift(d) for d in self._drafted), kv]
+            near = torch.stack(self._drafted, dim=-1).flatten(0, 1)  # [R*W,2,M,D,depth]
+        return chain_attention(q.flatten(0, 1), self._context, near, groups).view(q.shape)

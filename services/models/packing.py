@@ -1,7 +1,7 @@
-"""Several sequences per row: who sits where, and the block-diagonal mask that keeps them apart.
+"""Several sequences per row: who sits where.
 
-Attention costs width squared per row, so a batch is as wide as its longest sequence and shorter ones share rows of
-that width; sequences of similar length meet in one batch. Used by policy and drafter training alike.
+A batch is as wide as its longest sequence and shorter ones share rows of that width; sequences of similar length meet
+in one batch. Used by policy and drafter training alike, whose attention keeps the sequences of a row apart.
 """
 
 from __future__ import annotations
@@ -90,21 +90,3 @@ def fill_rows(layout: RowLayout, parts: Sequence[Tensor]) -> Tensor:
     for (row, column), part in zip(layout.starts, parts, strict=True):
         out[row, column : column + part.shape[0]] = part
     return out
-
-
-def block_causal(layout: RowLayout, lag: int = 0) -> Tensor:
-    """bool [R,W,W]: query t may see key s of the same sequence when s is at least `lag` positions before t.
-
-    Lag 0 is causal attention. Nothing is visible to or from padding.
-    """
-    same = layout.segments[:, :, None] == layout.segments[:, None, :]
-    order = layout.positions[:, None, :] <= layout.positions[:, :, None] - lag
-    return same & order & layout.filled[:, :, None]
-
-
-def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mask for scaled dot-product attention, [R,1,W,W]. Padding queries see themselves: no row of -inf, no NaN."""
-    own = torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
-    blind = ~visible.any(-1, keepdim=True)
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~(visible | (blind & own)), -torch.inf)[:, None]

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from services.models import packed
 from services.models.packed import Spans, packed_attention, spans_of
-from services.models.packing import RowLayout, additive, block_causal, plan_rows, row_layout
+from services.models.packing import RowLayout, plan_rows, row_layout
+from tests.services.models.masks import additive, block_causal
 
 NEEDS_MODEL = False  # for the folder's conftest
 pytestmark = pytest.mark.timeout(200)

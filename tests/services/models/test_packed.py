@@ -14,7 +14,8 @@ from torch import Tensor
 
 from services.models import packed
 from services.models.packed import Spans, packed_attention, spans_of
-from services.models.packing import additive, block_causal, plan_rows, row_layout
+from services.models.packing import plan_rows, row_layout
+from tests.services.models.masks import additive, block_causal
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE = 4, 2, 8

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.models.packing import additive, block_causal, fill_rows, plan_rows, row_layout
+from services.models.packing import fill_rows, plan_rows, row_layout
+from tests.services.models.masks import additive, block_causal
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=30)
 
