@@ -5,8 +5,8 @@ static    one strategy whatever the batch, the drafter frozen
 suffix    drafts from what was generated before, no network (the native engine's)
 ema       SGLang's own rule over chain depths, the drafter frozen
 tlt       the reference's rules (TLT, arXiv 2511.16665): its bandit where at most 32 requests run, OFF above, the
-          drafter trained in every step that has idle time (the reference: in every tenth; there is no setting for
-          that)
+          drafter trained in every step's rollout phase that has idle time (the reference: in every tenth; there is no
+          setting for that)
 full      the run as it is: the adaptive selector, training as long as it pays
 """
 
@@ -35,6 +35,8 @@ def in_mode(config: ClusterConfig, mode: str, best: StrategyConfig | None = None
     when = {"static": "never", "ema": "never", "tlt": "always"}.get(mode)
     if when is not None:
         tree["drafter"]["training"]["when"] = when
+    if mode == "tlt":
+        tree["drafter"]["training"]["beside_policy"] = False
     if not SpeculationConfig.model_validate(tree["speculation"]).learned:
         tree["drafter"]["states"] = "policy"  # which keeps none where no drafter learns
     return ClusterConfig.model_validate(tree)

@@ -19,6 +19,7 @@ def test_every_mode_of_the_engine_is_a_configuration_that_runs(name: str) -> Non
         "off": "auto", "static": "never", "suffix": "auto", "tlt": "always", "full": "auto",
     }  # fmt: skip
     assert [s.drafter for s in modes["off"].speculation.strategies] == ["off"]
+    assert {m for m, c in modes.items() if c.drafter.training.beside_policy is False} == {"tlt"}
     assert modes["full"].speculation.selector.type == "adaptive"
     for changed in modes.values():
         as_before = {"speculation": config.speculation, "drafter": config.drafter}
