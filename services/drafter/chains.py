@@ -28,12 +28,18 @@ KERNEL_SIZES = 8  # of what a head's size must be a multiple for the kernel
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences of similar length: places in the flattened rows of their queries and keys, int64 [S,L] each; `real`
-    [S,L]: false behind a sequence's end, where its last place stands."""
+    """Sequences of similar length, S of them: places in the flattened rows of their queries and keys, int64 [S,L] each;
+    `real` bool [S,L]: false behind a sequence's end, where its last place stands; `entries` int64 [E]: where in S*L it
+    is true (known beforehand, so that a GPU need not be asked)."""
 
     queries: Tensor
     keys: Tensor
     real: Tensor
+    entries: Tensor
+
+    def own(self, t: Tensor) -> Tensor:
+        """[S,L,...] -> [E,...] without the padding."""
+        return t.flatten(0, 1)[self.entries]
 
 
 def groups_of(begins: Sequence[int], lengths: Sequence[int], depth: int, device: torch.device) -> list[Group]:
@@ -48,15 +54,15 @@ def groups_of(begins: Sequence[int], lengths: Sequence[int], depth: int, device:
         left = left[len(own) :]
         counts, first = torch.tensor([n for n, _ in own]), torch.tensor([begin for _, begin in own])
         places = torch.minimum(torch.arange(longest), counts[:, None] - 1)
-        keys = (first[:, None] + places).to(device)
-        found.append(Group(keys + depth, keys, (torch.arange(longest) < counts[:, None]).to(device)))
+        keys, real = first[:, None] + places, torch.arange(longest) < counts[:, None]
+        entries = real.flatten().nonzero()[:, 0]
+        found.append(Group(*(t.to(device) for t in (keys + depth, keys, real, entries))))
     return found
 
 
 def chain_attention(q: Tensor, far: Tensor, near: Tensor | None, groups: Sequence[Group]) -> Tensor:
     """q [T,N,D]; far [T,2,M,D]: keys and values by place; near [T,2,M,D,J]: those of each entry's own chain (None:
-    depth 0) -> [T,N,D], as float32 as q. Zeros where an entry attends to nothing. On a GPU the far part is computed in
-    bfloat16."""
+    depth 0) -> [T,N,D]. Zeros where an entry attends to nothing. On a GPU the far part is computed in bfloat16."""
     nothing = far.new_zeros(*far.shape, 0) if near is None else near
     out: Tensor = _ChainAttention.apply(q, far, nothing, groups)  # type: ignore[no-untyped-call]
     return out
@@ -70,9 +76,9 @@ class _ChainAttention(torch.autograd.Function):
         for group in groups:
             mixed, normaliser, rest = _attend(*_inputs(q, far, group))
             told.append(rest)
-            places = group.queries[group.real]
-            out[places] = mixed.transpose(1, 2)[group.real].to(out.dtype)
-            norm[places] = normaliser.transpose(1, 2)[group.real].to(out.dtype)
+            places = group.own(group.queries)
+            out[places] = group.own(mixed.transpose(1, 2)).to(out.dtype)
+            norm[places] = group.own(normaliser.transpose(1, 2)).to(out.dtype)
         if near.shape[-1]:
             out, norm = _with_near(q, near, out, norm)
         ctx.save_for_backward(q, far, near, out, norm)
@@ -89,9 +95,9 @@ class _ChainAttention(torch.autograd.Function):
             whole[0] = whole[0] * group.real[:, None, :, None]
             normaliser = norm[group.queries].transpose(1, 2)
             dq, dk, dv = _backwards(*inputs, *whole, normaliser, rest)
-            grad_q[group.queries[group.real]] = dq.transpose(1, 2)[group.real].to(q.dtype)
-            both = [_by_kv_head(t.to(far.dtype), far.shape[2])[group.real] for t in (dk, dv)]
-            grad_far[group.keys[group.real]] = torch.stack(both, dim=1)
+            grad_q[group.own(group.queries)] = group.own(dq.transpose(1, 2)).to(q.dtype)
+            both = [group.own(_by_kv_head(t.to(far.dtype), far.shape[2])) for t in (dk, dv)]
+            grad_far[group.own(group.keys)] = torch.stack(both, dim=1)
         grad_near = torch.zeros_like(near)
         if near.shape[-1]:
             dq, grad_near = _near_backwards(q, near, out, norm, grad)

@@ -73,8 +73,8 @@ def lay_rows(aligned: Sequence[Aligned], plans: Sequence[RowPlan], device: torch
         rows.append(
             DraftRows(
                 ids=fill_rows(layout, [a.ids for a in own]).to(device),
-                inputs=fill_rows(layout, [a.inputs.float() for a in own]).to(device),
-                target_hidden=fill_rows(layout, [a.target_hidden.float() for a in own]).to(device),
+                inputs=_floats(layout, [a.inputs for a in own], device),
+                target_hidden=_floats(layout, [a.target_hidden for a in own], device),
                 loss_mask=fill_rows(layout, [a.loss_mask for a in own]).to(device),
                 layout=layout.to(device),
                 members=plan.members,
@@ -82,3 +82,10 @@ def lay_rows(aligned: Sequence[Aligned], plans: Sequence[RowPlan], device: torch
             )
         )
     return rows
+
+
+def _floats(layout: RowLayout, parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """`fill_rows` in float32 on `device`, which gets half as many bytes of states in half precision."""
+    if len({part.dtype for part in parts}) > 1:
+        parts = [part.float() for part in parts]
+    return fill_rows(layout, parts).to(device).float()
