@@ -16,6 +16,7 @@ from deploy.cli_shared import interrupt_on_sigterm
 from deploy.console import CONSOLE
 from deploy.inputs import load_inputs, needs_drafter
 from deploy.progress import ProgressDisplay
+from deploy.remarks import remarks
 from deploy.resuming import Start, go_back_in, start_of
 from deploy.tracking import start_tracking
 from deploy.uploading import bring, uploading
@@ -85,6 +86,8 @@ def train(config: ClusterConfig, *, quiet: bool = False) -> None:
     if grown is not None:  # the run's figures must say so wherever they are read
         (folder.path / GROWN_FILE).write_text(json.dumps(grown, indent=2) + "\n", encoding="utf-8")
         _say(console, f"model grown from {grown['grown_from']}: {grown['note']}")
+    for remark in remarks(config):
+        _say(console, f"note: {remark}")
     display = nullcontext() if quiet else ProgressDisplay(folder.latest_progress, console)
     try:
         with display, uploading(config, folder, start, partial(_say, console)):

@@ -109,8 +109,7 @@ class Coordinator:
             self._trainers, services.initial_drafter, clock, self._patience, self._tell, self._calls.turn
         )
         self._turns = Turns(parts, self._drafting, services.policy, self._ask_policy)
-        self._beside = BesidePolicy(parts, self._drafting, self._window)
-        self._worth = Worth(config.drafter.training)
+        self._beside, self._worth = BesidePolicy(parts, self._drafting, self._window), Worth(config.drafter.training)
         self._phase = make_phase(parts, self._drafting, self._board, self._strategies, services.cores)
         self._forecast, self._selectors = make_forecast(parts, inputs.sampling), SelectorStates(parts)
         self._scoring = Scoring(config.reward, services.reward, self._calls, clock, self._patience, self._tell)
