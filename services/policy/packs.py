@@ -14,6 +14,8 @@ from services.models.packed import Spans, spans_of
 from services.models.packing import RowLayout, RowPlan, fill_rows, plan_rows, row_layout
 from services.models.sampling import SamplingTensors, sampling_tensors
 
+EVEN = (1.0, 1.1, 1.25, 1.5, 2.0)  # of an even share: budgets that are tried, since rows have room left
+
 
 @dataclass(frozen=True)
 class Pack:
@@ -67,12 +69,20 @@ def make_packs(
 
 
 def shared_plans(lengths: Sequence[int], budget: int, size: int) -> list[RowPlan]:
-    """A batch that fits fewer packs than there are workers is cut smaller, so that none of them idles."""
+    """Of as many passes as packs of the whole budget take, those whose packs are most alike: every worker waits for the
+    slowest in each pass, and full packs leave the last one with a rest, or one worker with all of a small batch."""
     plans = plan_rows(lengths, budget)
-    if not plans or len(plans) >= size:
+    if not plans or size == 1:
         return plans
-    rows = sum(len(plan.rows) for plan in plans)
-    return plan_rows(lengths, min(budget, -(-rows // size) * plans[0].width))
+    most = -(-len(plans) // size) * size
+    smaller = (plan_rows(lengths, min(budget, round(part * sum(lengths) / most))) for part in EVEN)
+    return min([plans, *(found for found in smaller if len(found) <= most)], key=lambda p: waited_for(p, size))
+
+
+def waited_for(plans: Sequence[RowPlan], size: int) -> int:
+    """Places of the largest pack of each pass, in all."""
+    by_size = sorted((len(plan.rows) * plan.width for plan in plans), reverse=True)
+    return sum(by_size[::size])
 
 
 def own_plans(plans: Sequence[RowPlan], rank: int, size: int) -> list[RowPlan | None]:
