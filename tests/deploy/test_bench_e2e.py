@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from deploy.__main__ import app
 from deploy.bench_e2e import Plan, run_bench
 from deploy.e2e_figures import agreement, result, sign_flip_p, table, write
-from deploy.e2e_runs import STEPS_FILE, Run
+from deploy.e2e_runs import STEPS_FILE, Run, measured
+from deploy.provenance import ROOT
 from services.config.load import load_config
 from services.config.schema import RolloutConfig
 from services.core.errors import ConfigError, LongtailError
@@ -184,3 +185,18 @@ def test_modes_that_the_engine_has_not_are_refused() -> None:
     assert (
         done.exit_code == 2 and "--modes has ema: with rollout.engine.type native there are off, static" in done.stderr
     )
+
+
+@pytest.mark.parametrize("states", ["policy", "engine"])
+def test_a_single_server_trains_its_drafter_while_the_policy_trains(tmp_path: Path, states: str) -> None:
+    """Real services, on time lines of their own; no slot is ever idle while it generates."""
+    overrides = (
+        "rollout.num_servers=1", f"drafter.states={states}", "drafter.training={when: always, beside_policy: true}",
+        "run.steps=3", "run.eval_prompts=0", "run.checkpoint_every=0", "run.compare_prompts=0",
+        "rollout.prompts_per_step=4", "rollout.group_size=4",
+    )  # fmt: skip
+    config = load_config("pocket-tiny", overrides=overrides, presets_dir=ROOT / "deploy" / "presets")
+    run = measured(config, "full", False, lambda line: None, tmp_path)
+    assert not run.error and len(run.steps) == 3
+    assert all(step.drafter_micro_steps and step.drafting_s > 0 for step in run.steps[1:])
+    assert run.steps[-1].acceptance_length_live_offline is not None
