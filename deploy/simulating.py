@@ -61,10 +61,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Row:
-    """Of one point; seconds are medians over the steps after the first, shares of the slot time in rollout phases.
-    `freed_share`: neither generating nor waiting for work that a slot could have; `reclaimed_share`: the part of it
-    that trained the drafter. Messages are answers to the coordinator; `load`: processor seconds of its code per virtual
-    second, transport apart."""
+    """Of one point; seconds are medians over the steps after the first, shares of the slot time in rollout phases, and
+    in the policy's where slots may train beside it. `freed_share`: neither generating nor waiting for work that a slot
+    could have; `reclaimed_share`: the part of it that trained the drafter. Messages are answers to the coordinator;
+    `load`: processor seconds of its code per virtual second, transport apart."""
 
     point: Point
     slots: int
@@ -136,7 +136,7 @@ def run_point(config: ClusterConfig, question: Question, point: Point, best: Str
     began = time.perf_counter()
     with _seldom_collected():
         found = simulate(run, scenario, time.process_time)
-    return row_of(point, found, time.perf_counter() - began)
+    return row_of(point, found, run.drafts_beside_policy, time.perf_counter() - began)
 
 
 @contextmanager
@@ -159,8 +159,10 @@ def scenario_of(shape: Shape, lengths: Lengths, gpus: int, failures: float, stre
 
 
 def sized(config: ClusterConfig, question: Question, slots: int) -> ClusterConfig:
-    """With so many slots, each with its share of the work."""
-    tree = config.model_dump()
+    """With so many slots, each with its share of the work; the policy has GPUs of its own."""
+    tree, training = config.model_dump(), config.drafter.training
+    if config.speculation.learned and training.when != "never" and training.beside_policy is None:
+        tree["drafter"]["training"]["beside_policy"] = True
     group = tree["rollout"]["group_size"]
     if question.rollouts % group:
         raise ConfigError(f"--rollouts {question.rollouts} is no multiple of rollout.group_size {group}")
@@ -177,10 +179,11 @@ def sized(config: ClusterConfig, question: Question, slots: int) -> ClusterConfi
     return ClusterConfig.model_validate(tree)
 
 
-def row_of(point: Point, run: Simulated, real_s: float) -> Row:
+def row_of(point: Point, run: Simulated, beside: bool, real_s: float) -> Row:
+    """`beside`: slots may train the drafter while the policy is trained, too."""
     steps = run.steps[1:] or run.steps
     rollout_s = median(m.rollout_s for m in steps)
-    slot_s = sum(m.rollout_s for m in steps) * run.slots
+    slot_s = sum(m.rollout_s + beside * m.policy_s for m in steps) * run.slots
     free_s, drafting_s = sum(m.idle_s + m.drafting_s for m in steps), sum(m.drafting_s for m in steps)
     lengths = [m.acceptance_length for m in steps if m.acceptance_length]
     tokens = sum(m.response_tokens for m in steps) / sum(m.rollout_s for m in steps)

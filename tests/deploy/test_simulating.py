@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from deploy.__main__ import app
+from deploy.modes import in_mode
 from deploy.provenance import ROOT
-from deploy.simulating import Question, answer, as_tree, speedups, write
+from deploy.simulating import Question, answer, as_tree, sized, speedups, write
 from services.config.load import load_config
 from services.core.errors import ConfigError
 
@@ -41,6 +42,14 @@ def test_a_server_of_a_large_shape_takes_several_gpus() -> None:
         answer(CONFIG, replace(SMALL, gpus=(12,), shapes=("70b",)), lambda line: None)
     with pytest.raises(ConfigError, match="7b"):
         answer(CONFIG, replace(SMALL, shapes=("8b",)), lambda line: None)
+
+
+def test_slots_train_beside_a_policy_that_has_gpus_of_its_own() -> None:
+    beside = {mode: sized(in_mode(CONFIG, mode), SMALL, 8).drafts_beside_policy for mode in ("off", "static", "full")}
+    assert beside == {"off": False, "static": False, "full": True}
+    assert not sized(in_mode(CONFIG, "tlt"), SMALL, 8).drafts_beside_policy, "the reference does not"
+    (row,) = answer(CONFIG, replace(SMALL, modes=("full",)), lambda line: None)
+    assert 0 < row.freed_share <= 1
 
 
 def test_failures_cost_time_and_are_counted() -> None:
