@@ -20,6 +20,7 @@ from services.config.section import Section
 from services.config.speculation import SpeculationConfig
 from services.config.warmup import WarmupConfig
 from services.config.weights import WeightsConfig
+from services.core.types import COLDEST
 
 
 class ModelConfig(Section):
@@ -358,8 +359,8 @@ class ClusterConfig(Section):
     def _training_problems(self) -> Iterator[str]:
         if self.rollout.group_size < 2:
             yield "group-relative advantages need rollout.group_size >= 2"
-        if self.rollout.sampling.temperature == 0:
-            yield "training needs varied rollouts: set rollout.sampling.temperature above 0"
+        if self.rollout.sampling.temperature < COLDEST:
+            yield f"training needs varied rollouts: set rollout.sampling.temperature above 0, to {COLDEST:g} or more"
         if self.model.path == "pocket" and self.data.chat_template:
             yield "the pocket model has no chat template: set data.chat_template: false or name another model.path"
 

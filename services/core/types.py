@@ -38,10 +38,14 @@ class Prompt:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
+COLDEST = 1e-5  # the least temperature above 0: logits are divided by it in float32, where 1e-46 is 0
+
+
 @pickled_by_call
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How responses are drawn. `top_k` 0 and `top_p` 1.0 and `min_p` 0.0 mean off; temperature 0 is greedy."""
+    """How responses are drawn. `top_k` 0 and `top_p` 1.0 and `min_p` 0.0 mean off; temperature 0 is greedy, and nothing
+    lies between it and COLDEST."""
 
     temperature: float = 1.0
     top_k: int = 0

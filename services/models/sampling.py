@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from services.core.errors import RequestError
-from services.core.types import SamplingParams
+from services.core.types import COLDEST, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,10 @@ def check_sampling(p: SamplingParams) -> None:
     for name, value, low, high in bounds:
         if not low <= value <= high:  # NaN fails too
             raise RequestError(f"sampling.{name} = {value} is outside [{low}, {high}]")
+    if 0 < p.temperature < COLDEST:
+        raise RequestError(
+            f"sampling.temperature = {p.temperature} is too small to divide by: take 0, or {COLDEST:g} or more"
+        )
     if "" in p.stop_strings:
         raise RequestError("sampling.stop_strings holds an empty string, which every response contains: remove it")
 

@@ -68,12 +68,14 @@ def test_drafts_get_better_while_it_serves_and_greedy_texts_stay(tmp_path: Path)
             seen += answers(made, 6, n)
             until(lambda before=exams: made.generator.view("").learning.exams > before or at_rest(made), "it learned")
             exams = made.generator.view("").learning.exams
-            if made.generator.versions.drafter >= 2:
-                break
+            if made.generator.versions.drafter >= 2 and len({a.system_fingerprint for a in seen}) > 1:
+                break  # a version may be served for less than an answer
         versions = made.generator.versions
         assert versions.policy == 0 and versions.drafter is not None and versions.drafter >= 2
         assert greedy(made) == before
-        assert {a.system_fingerprint for a in seen} >= {"policy-0-drafter-0", "policy-0-drafter-1"}
+        stamps = {a.system_fingerprint for a in seen}
+        assert "policy-0-drafter-0" in stamps and len(stamps) > 1
+        assert stamps <= {f"policy-0-drafter-{n}" for n in range(versions.drafter + 1)}
         listed = made.client().models.list().data[0].to_dict()["versions"]
         assert listed == f"policy-0-drafter-{made.generator.versions.drafter}"
         told = scrape(made.url)

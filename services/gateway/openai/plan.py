@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 
 from services.core.generation import Generation
-from services.core.types import SamplingParams
+from services.core.types import COLDEST, SamplingParams
 from services.gateway.openai.errors import FieldError
 from services.gateway.openai.requests import Asked, ChatRequest, CompletionRequest
 from services.gateway.openai.settings import ServingSettings
@@ -70,7 +70,7 @@ def _plan(
 
 def _sampling(asked: Asked, max_tokens: int, settings: ServingSettings) -> SamplingParams:
     return SamplingParams(
-        temperature=asked.temperature,
+        temperature=asked.temperature if asked.temperature >= COLDEST else 0.0,
         top_k=asked.top_k,
         top_p=asked.top_p,
         min_p=asked.min_p,

@@ -27,6 +27,7 @@ from services.core.types import (
     StrategySpan,
 )
 from services.models.hidden import HiddenStates
+from services.models.sampling import check_sampling
 from services.models.target import check_names, check_shapes
 from services.rollout.request import KEEPS_NONE, Withdrawn, check_fits, check_keeps, check_memory, continued_seed
 from services.rollout.sglang.acceptance import acceptance_stats
@@ -135,6 +136,7 @@ class SGLangEngine:
 
     def check(self, work: GroupWork) -> None:
         check_memory(work, self.released)
+        check_sampling(work.sampling)
         check_fits(work, self._limits.vocab_size, self._limits.max_len)
         check_keeps(work, self._limits.capture_bytes)
         sampling = work.sampling

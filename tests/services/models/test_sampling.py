@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from services.core.errors import RequestError
-from services.core.types import SamplingParams
+from services.core.types import COLDEST, SamplingParams
 from services.models.sampling import check_sampling, draw, process_logits, sampling_tensors, uniforms
 from tests.services.models.tiny import CPU
 
@@ -125,7 +125,7 @@ def test_draw_is_the_inverse_of_the_cumulative_sum(weights: list[float], u: floa
     [
         ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("top_p", 0.0), ("top_p", 1.1),
         ("top_p", math.nan), ("min_p", -0.1), ("min_p", 1.0), ("min_p", math.nan), ("top_k", -1), ("max_tokens", 0),
-        ("max_tokens", -5),
+        ("max_tokens", -5), ("temperature", 1e-142), ("temperature", 9e-6),
     ],
 )  # fmt: skip
 def test_impossible_parameters_are_refused_by_name(field: str, value: float) -> None:
@@ -136,6 +136,20 @@ def test_impossible_parameters_are_refused_by_name(field: str, value: float) -> 
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(RequestError, match="empty string"):
         check_sampling(SamplingParams(stop_strings=("x", "")))
+
+
+@pytest.mark.parametrize("temperature", [COLDEST, 0.1, 100.0])
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+def test_every_temperature_that_passes_makes_a_distribution(temperature: float, scale: float) -> None:
+    """A token that is no token ends the engine, and with it the model server."""
+    params = SamplingParams(temperature, top_k=499)
+    check_sampling(params)
+    logits = scale * torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    probs = process_logits(logits, sampling_tensors([params] * 4, torch.device("cpu"))).softmax(-1)
+    assert torch.allclose(probs.sum(-1), torch.ones(4))
+    for u in (0.0, 0.5, 1 - 2**-53):
+        ids = draw(probs, torch.full((4,), u, dtype=torch.float64))
+        assert (probs.gather(1, ids[:, None]) > 0).all()
 
 
 def test_usual_parameters_pass() -> None:
