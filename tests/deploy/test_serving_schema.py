@@ -62,8 +62,8 @@ def test_made_up_requests(api: Api, path: str, method: str, mode: GenerationMode
 
 @pytest.mark.parametrize("temperature", [1.6e-142, 1e-46, 1e-39, 1e-7])
 def test_a_temperature_next_to_nothing_is_greedy(temperature: float) -> None:
-    """Made-up requests found it: divided by what float32 makes of it, logits drew a token that there is not, which ended
-    the model server."""
+    """Made-up requests found it: divided by what float32 makes of it, logits drew a token that there is not, which
+    ended the model server."""
     with served_here(arguments(OFF)) as made:
         ask = {"model": "pocket", "prompt": "1+2=", "max_tokens": 12}
         cold, greedy = (made.client().completions.create(**ask, temperature=t) for t in (temperature, 0.0))
