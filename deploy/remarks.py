@@ -18,5 +18,4 @@ def remarks(config: ClusterConfig) -> Iterator[str]:
 
 
 def _drafter_never_idle(config: ClusterConfig) -> bool:
-    wanted = config.speculation.learned and config.drafter.training.when != "never"
-    return wanted and config.rollout.num_servers == 1 and not config.drafts_beside_policy
+    return config.trains_drafter and config.rollout.num_servers == 1 and not config.drafts_beside_policy

@@ -159,10 +159,10 @@ def scenario_of(shape: Shape, lengths: Lengths, gpus: int, failures: float, stre
 
 
 def sized(config: ClusterConfig, question: Question, slots: int) -> ClusterConfig:
-    """With so many slots, each with its share of the work; the policy has GPUs of its own."""
-    tree, training = config.model_dump(), config.drafter.training
-    if config.speculation.learned and training.when != "never" and training.beside_policy is None:
-        tree["drafter"]["training"]["beside_policy"] = True
+    """With so many slots, each with its share of the work. A policy that is not colocated has GPUs of its own."""
+    tree = config.model_dump()
+    if config.drafter.training.beside_policy is None:
+        tree["drafter"]["training"]["beside_policy"] = not config.placement.colocated
     group = tree["rollout"]["group_size"]
     if question.rollouts % group:
         raise ConfigError(f"--rollouts {question.rollouts} is no multiple of rollout.group_size {group}")

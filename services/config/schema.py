@@ -221,8 +221,6 @@ class ClusterConfig(Section):
         problems = [*self._engine_problems(), *self._training_problems(), *self._placement_problems()]
         problems += [*self._states_problems(), *self._weights_problems(), *self._policy_team_problems()]
         problems += self._colocation_problems() if self.placement.colocated else []
-        if self.placement.resident and not self.placement.colocated:
-            problems.append("placement.resident is about placement.policy: colocated: leave it out with split")
         if problems:
             raise ValueError("\n".join(problems))  # one a line: the loader tells each by itself
         return self
@@ -337,10 +335,15 @@ class ClusterConfig(Section):
             yield "placement.policy_cpus 0: Ray places a team of policy workers by what each asks for: set it above 0"
 
     @property
+    def trains_drafter(self) -> bool:
+        """Whether idle slots train the drafter at all."""
+        return self.speculation.learned and self.drafter.training.when != "never"
+
+    @property
     def drafts_beside_policy(self) -> bool:
-        """Whether idle slots train the drafter also while the policy is trained."""
+        """Whether they do so also while the policy is trained."""
         wanted = self.drafter.training.beside_policy
-        return self.placement.policy_lies_apart if wanted is None else wanted
+        return self.trains_drafter and (self.placement.policy_lies_apart if wanted is None else wanted)
 
     def _colocation_problems(self) -> Iterator[str]:
         if self.drafter.training.beside_policy:
@@ -372,6 +375,8 @@ class ClusterConfig(Section):
 
     def _placement_problems(self) -> Iterator[str]:
         place = self.placement
+        if place.resident and not place.colocated:
+            yield "placement.resident is about placement.policy: colocated: leave it out with split"
         for key, gpus in (("gpus_per_slot", place.gpus_per_slot), ("policy_gpus", place.policy_gpus)):
             if gpus > 1 and gpus != int(gpus):
                 yield f"placement.{key} {gpus:g}: Ray hands out parts of one GPU, or several whole ones: round it"

@@ -65,7 +65,8 @@ def simulated_config(run: RecordedRun) -> ClusterConfig:
     (whose turns are within the recorded seconds), evaluations, checkpoints, dynamic sampling."""
     tree = run.config.model_dump()
     tree["drafter"]["states"] = "policy"
-    tree["placement"] |= {"policy": "split", "policy_workers": 1}
+    tree["placement"] |= {"policy": "split", "resident": False, "policy_workers": 1}
+    tree["drafter"]["training"]["beside_policy"] = run.config.drafts_beside_policy
     tree["policy"]["algorithm"]["dynamic_sampling"] = None
     tree["run"] |= {
         "steps": len(run.steps),

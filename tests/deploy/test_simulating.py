@@ -52,6 +52,13 @@ def test_slots_train_beside_a_policy_that_has_gpus_of_its_own() -> None:
     assert 0 < row.freed_share <= 1
 
 
+def test_a_colocated_policy_has_the_slots_while_it_is_trained() -> None:
+    shared = load_config("reasoner-e2e", overrides=["drafter.states=policy"], presets_dir=ROOT / "deploy" / "presets")
+    assert not sized(in_mode(shared, "full"), SMALL, 8).drafts_beside_policy
+    rows = answer(shared, replace(SMALL, modes=("off", "full")), lambda line: None)
+    assert [row.point.mode for row in rows] == ["off", "full"]
+
+
 def test_failures_cost_time_and_are_counted() -> None:
     calm, failing = (
         answer(CONFIG, replace(SMALL, failures=(rate,), modes=("off",), steps=2), lambda line: None)[0]

@@ -125,6 +125,8 @@ def test_whoever_dies_the_run_goes_on(seed: int, states: str) -> None:
 def test_by_itself_where_the_policy_has_gpus_of_its_own(placement: dict, wanted: bool | None, beside: bool) -> None:
     drafter = {"training": {"beside_policy": wanted}}
     assert tiny_config(placement=placement, drafter=drafter).drafts_beside_policy is beside
+    nobody = {"training": {"beside_policy": wanted, "when": "never"}}
+    assert not tiny_config(placement=placement, drafter=nobody).drafts_beside_policy
 
 
 def test_a_colocated_policy_has_the_slots_then() -> None:

@@ -26,7 +26,7 @@ from tests.services.simulator.worlds import known_world, lockstep_cluster, recor
 def on_gpus(config: ClusterConfig, **placement: Any) -> ClusterConfig:
     tree = config.model_dump()
     tree["placement"] |= {"gpus_per_slot": 1.0, "policy_gpus": 1.0, **placement}
-    tree["rollout"]["engine"] = {"type": "sglang", "max_running": 32, "release_memory": True}
+    tree["rollout"]["engine"] = {"type": "sglang", "max_running": 32, "release_memory": not placement.get("resident")}
     return ClusterConfig.model_validate(tree)
 
 
@@ -131,12 +131,16 @@ def test_drafts_whose_costs_were_not_seen_are_refused(runs: Mapping[str, Recorde
     assert predicted(runs["chain3"], basis_of([runs["off"], runs["chain1"]]))
 
 
+@pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_colocated_policy_is_simulated_on_gpus_of_its_own(runs: Mapping[str, RecordedRun], workers: int) -> None:
-    own = runs["off" if workers == 1 else "off-2"]
-    shared = on_gpus(own.config, policy="colocated", policy_workers=workers, gpus_per_slot=0.6, policy_gpus=0.4)
+def test_a_colocated_policy_is_simulated_on_gpus_of_its_own(
+    runs: Mapping[str, RecordedRun], workers: int, resident: bool
+) -> None:
+    own, parts = runs["off" if workers == 1 else "off-2"], {"gpus_per_slot": 0.6, "policy_gpus": 0.4}
+    shared = on_gpus(own.config, policy="colocated", resident=resident, policy_workers=workers, **parts)
     run = replace(own, config=shared)
     assert not simulated_config(run).placement.colocated
+    assert not simulated_config(run).drafts_beside_policy, "its turns left the slots no time"
     assert rules_of(run.config).late_s > 0 and not rules_of(run.config).dense
     assert len(predicted(run, basis_of([run]))) == len(own.steps)
 
