@@ -123,7 +123,8 @@ class _Bench(Coordinator):
         wanted_s = wanted_slot_s(spans, begin_s, self.ended_s, self._services.cores)
         joules = self._metering.end(self._timeline.open_spans())
         self._drafting.finish()
-        self._trainers.settle()
+        while any(self._calls.outstanding(trainer.name) for trainer in self._trainers.clients):
+            self._calls.turn()
         done = self._drafting.progress
         return _Phase(
             seconds, slots.get(SlotState.IDLE, 0.0), slots.get(SlotState.DRAFTING, 0.0), wanted_s,

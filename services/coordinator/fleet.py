@@ -186,6 +186,8 @@ class Fleet:
         one that comes back meanwhile; slots are IDLE before and after. With a `step` they are asked for the hidden
         states they kept as well, which lie in host memory: `keep` gets them as they come, all of them before
         `take_rest` returns."""
+        if step is None and not self._lends:
+            return
         lent: set[tuple[int, int]] = set()
 
         def let_go(slot: int, epoch: int) -> None:
@@ -204,8 +206,6 @@ class Fleet:
             else:
                 let_go(slot, epoch)
 
-        if step is None and not self._lends:
-            return
         while any((slot, self._leases[slot].epoch) not in lent for slot in self._leases.in_state(SlotState.IDLE)):
             self._visit(visit)
 

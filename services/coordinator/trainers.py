@@ -123,11 +123,6 @@ class Trainers:
 
         self.post(slot, self.clients[slot].process_id(), answered)
 
-    def settle(self) -> None:
-        """Wait until every live trainer has answered what it was asked."""
-        while any(self._calls.outstanding(self.clients[slot].name) for slot in self._up):
-            self._calls.turn()
-
     def recover(self) -> Blob | None:
         """The state with the most micro-steps that any trainer holds from an earlier coordinator's time. Whoever
         answers is known from then on."""

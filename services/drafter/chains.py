@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.models.packed import for_each_head
+
 aten = torch.ops.aten
 ALIKE = 0.7  # of the longest sequence's length: shorter ones are no more padding than that in its group
 KERNEL_SIZES = 8  # of what a head's size must be a multiple for the kernel
@@ -138,9 +140,9 @@ def _near_backwards(q: Tensor, near: Tensor, out: Tensor, norm: Tensor, grad: Te
 
 def _inputs(q: Tensor, far: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of a group, [S,N,L,D] each."""
-    copies = q.shape[1] // far.shape[2]
-    k, v = (_gathered(far[:, i], group.keys).repeat_interleave(copies, dim=1) for i in (0, 1))
-    return _gathered(q, group.queries), k, v
+    own = _gathered(q, group.queries)
+    k, v = (for_each_head(_gathered(far[:, i], group.keys), own) for i in (0, 1))
+    return own, k, v
 
 
 def _gathered(t: Tensor, places: Tensor) -> Tensor:

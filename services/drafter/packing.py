@@ -34,10 +34,7 @@ class DraftRows:
 
     def chains(self, depth: int) -> list[Group]:
         """Who attends to whom at a depth: to entries of the same sequence at least `depth` places back."""
-        width = self.ids.shape[1]
-        return groups_of(
-            [row * width + column for row, column in self.layout.starts], self.lengths, depth, self.ids.device
-        )
+        return groups_of(self.layout.begins, self.lengths, depth, self.ids.device)
 
     def started(self, depth: int) -> Tensor:
         """bool [R,W]: a chain that reaches this entry at `depth` began inside the same sequence."""

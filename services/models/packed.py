@@ -43,7 +43,7 @@ class Spans:
 def spans_of(layout: RowLayout, lengths: Sequence[int], device: torch.device) -> Spans:
     """`lengths`: of the layout's members."""
     rows, width = layout.segments.shape
-    begins = [row * width + column for row, column in layout.starts]
+    begins = layout.begins
     ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
     return Spans.at(sorted({*begins, *ends, *range(0, rows * width + 1, width)}), device)
 
@@ -79,13 +79,14 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scaling: float | None)
     if scaling is not None:
         q = q * (scaling * q.shape[-1] ** 0.5)  # the kernel's own is 1 / sqrt(D)
     # Under autocast norms give float32 where projections do not
-    q, k, v = q.to(v.dtype), _for_each_head(k, q).to(v.dtype), _for_each_head(v, q)
+    q, k, v = q.to(v.dtype), for_each_head(k, q).to(v.dtype), for_each_head(v, q)
     ends, longest = spans.device_ends, spans.longest
     out: Tensor = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(-1, 0))
     return out
 
 
-def _for_each_head(t: Tensor, q: Tensor) -> Tensor:
+def for_each_head(t: Tensor, q: Tensor) -> Tensor:
+    """Keys or values with each head as often as query heads share it; heads are dimension 1 of both."""
     return t.repeat_interleave(q.shape[1] // t.shape[1], dim=1)
 
 

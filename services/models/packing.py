@@ -65,6 +65,12 @@ class RowLayout:
     def filled(self) -> Tensor:
         return self.segments >= 0
 
+    @property
+    def begins(self) -> list[int]:
+        """`starts` in the rows laid end to end."""
+        width = self.segments.shape[1]
+        return [row * width + column for row, column in self.starts]
+
     def to(self, device: torch.device) -> RowLayout:
         return RowLayout(self.positions.to(device), self.segments.to(device), self.starts)
 

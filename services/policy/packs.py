@@ -75,7 +75,9 @@ def shared_plans(lengths: Sequence[int], budget: int, size: int) -> list[RowPlan
     if not plans or size == 1:
         return plans
     most = -(-len(plans) // size) * size
-    smaller = (plan_rows(lengths, min(budget, round(part * sum(lengths) / most))) for part in EVEN)
+    budgets = [round(part * sum(lengths) / most) for part in EVEN]
+    budgets.append(-(-sum(len(plan.rows) for plan in plans) // most) * plans[0].width)  # full rows, dealt out
+    smaller = (plan_rows(lengths, min(budget, own)) for own in budgets)
     return min([plans, *(found for found in smaller if len(found) <= most)], key=lambda p: waited_for(p, size))
 
 
@@ -128,11 +130,10 @@ def _make_pack(
     dtype: torch.dtype,
 ) -> Pack:
     own = [rollouts[i] for i in members]
-    width = layout.segments.shape[1]
     counts = torch.tensor([len(r.response_ids) for r in own])
     at = [
-        torch.arange(len(r.response_ids)) + row * width + column + len(r.prompt_ids) - 1
-        for r, (row, column) in zip(own, layout.starts, strict=True)
+        torch.arange(len(r.response_ids)) + begin + len(r.prompt_ids) - 1
+        for r, begin in zip(own, layout.begins, strict=True)
     ]
 
     def per_token(values: Sequence[float]) -> Tensor:

@@ -11,14 +11,12 @@ import pytest
 from pydantic import ValidationError
 
 from services.config.schema import ClusterConfig
-from services.coordinator.coordinator import Coordinator
 from services.core.types import HiddenStateChunk, SlotSpan
-from services.simulator.agenda import Agenda, VirtualWaiter
 from services.simulator.clients import SimulatedRollout, _parts
 from services.simulator.scenario import Scenario
-from services.simulator.world import Notes, build_inputs, build_services, fail_now_and_then
+from services.simulator.world import Notes
 from tests.services.coordinator.world import tiny_config
-from tests.services.simulator.worlds import cluster, scenario
+from tests.services.simulator.worlds import cluster, observed, scenario
 
 STEPS = 4
 
@@ -53,11 +51,8 @@ def servers_have_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(config: ClusterConfig, assumed: Scenario | None = None) -> Watched:
-    assumed, agenda, notes = assumed or scenario(policy_gpus=1), Agenda(), Watched()
-    waiter = VirtualWaiter(agenda, assumed.seconds.turn, lambda: 0.0)
-    services = build_services(config, assumed, waiter)
-    fail_now_and_then(services, assumed, agenda)
-    Coordinator(config, build_inputs(config, assumed), services, notes, agenda).run()
+    notes = Watched()
+    observed(config, assumed or scenario(policy_gpus=1), lambda agenda: notes)
     assert [m.step for m in notes.steps] == list(range(1, STEPS + 1))
     return notes
 

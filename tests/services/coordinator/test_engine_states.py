@@ -12,6 +12,7 @@ from services.core.errors import BatchError, ServiceLostError
 from services.core.types import HiddenStateChunk
 from tests.services.coordinator.fakes import FakeDrafter, FakeRollout
 from tests.services.coordinator.test_chaos import Chaos
+from tests.services.coordinator.test_turns import with_engine_states
 from tests.services.coordinator.world import SGLANG, World, tiny_config
 
 
@@ -69,15 +70,9 @@ def test_the_tail_trains_on_this_steps_early_responses() -> None:
     assert early and all(at <= ends[step] for at, step in chunks)
 
 
-def colocated() -> World:
-    engine = SGLANG | {"release_memory": True}
-    place = {"mode": "local", "policy": "colocated"}
-    return World(tiny_config(rollout={"engine": engine}, drafter={"states": "engine"}, placement=place))
-
-
 @pytest.mark.parametrize(
     ("world", "wanted"),
-    [(world_of, "train verdict answer"), (colocated, "train verdict answer"), (World, "train answer verdict")],
+    [(world_of, "train verdict answer"), (with_engine_states, "train verdict answer"), (World, "train answer verdict")],
 )
 def test_the_drafter_is_judged_while_the_policy_trains(world: Any, wanted: str) -> None:
     """If its states are the servers', nobody needs the policy for the verdict, and rollouts need not wait for it

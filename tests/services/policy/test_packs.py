@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from services.models.packing import plan_rows
@@ -37,6 +37,14 @@ def test_cutting_evenly_never_waits_longer_nor_makes_more_passes(lengths: list[i
     even, full = shared_plans(lengths, budget, size), plan_rows(lengths, budget)
     assert waited_for(even, size) <= waited_for(full, size)
     assert -(-len(even) // size) == -(-len(full) // size)
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=20), size=st.integers(2, 5))
+def test_no_worker_idles_while_another_has_rows_to_spare(lengths: list[int], size: int) -> None:
+    (whole,) = plan_rows(lengths, 10**6)
+    share = -(-len(whole.rows) // size) * whole.width
+    assume(len(plan_rows(lengths, share)) <= size)  # else so small packs would take another pass
+    assert max(len(plan.rows) * plan.width for plan in shared_plans(lengths, 10**6, size)) <= share
 
 
 @pytest.mark.parametrize(("count", "budget"), [(3, 10**6), (9, 8 * 100), (17, 8 * 100)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from services.report.run_folder import RunFolder
 from services.simulator.agenda import Agenda, VirtualWaiter
 from services.simulator.learning import GivenAcceptance
 from services.simulator.scenario import LogNormal, Scenario, Seconds
-from services.simulator.world import Simulated, build_inputs, build_services, simulate
+from services.simulator.world import Simulated, build_inputs, build_services, fail_now_and_then, simulate
 from services.speculation.cost_table import CostTable
 
 CHAINS = [{"drafter": "eagle", "depth": d, "num_draft_tokens": d + 1} for d in (1, 3)]
@@ -65,11 +66,18 @@ def run(config: ClusterConfig, assumed: Scenario) -> Simulated:
 def record(config: ClusterConfig, assumed: Scenario, folder: Path) -> Path:
     """The run folder of a run of services that are not there."""
     run = config.run.model_copy(update={"dir": folder.parent, "id": folder.name})
-    config, agenda = config.model_copy(update={"run": run}), Agenda()
+    config = config.model_copy(update={"run": run})
+    observed(config, assumed, lambda agenda: RunFolder(config, clock=agenda))
+    return folder
+
+
+def observed(config: ClusterConfig, assumed: Scenario, observer: Callable[[Agenda], Any]) -> None:
+    """A run, told to an observer under its clock."""
+    agenda = Agenda()
     waiter = VirtualWaiter(agenda, assumed.seconds.turn, lambda: 0.0)
     services, inputs = build_services(config, assumed, waiter), build_inputs(config, assumed)
-    Coordinator(config, inputs, services, RunFolder(config, clock=agenda), agenda).run()
-    return folder
+    fail_now_and_then(services, assumed, agenda)
+    Coordinator(config, inputs, services, observer(agenda), agenda).run()
 
 
 def known_world(**changes: Any) -> Scenario:
