@@ -86,7 +86,7 @@ def run_bench(config: ClusterConfig, kills: int, seed: int, online: bool) -> dic
 def fitted(config: ClusterConfig, kills: int, online: bool) -> ClusterConfig:
     """`config` with steps enough to be killed in, and without what the clock decides. Raises ConfigError."""
     tree = config.model_dump()
-    tree["drafter"]["training"]["when"] = "always" if online else "never"
+    tree["drafter"]["training"] |= {"when": "always" if online else "never", "every": 1}
     tree["rollout"]["consolidate"]["enabled"] = False
     steps = max(config.run.steps, STEPS_PER_KILL * (kills + 1))
     tree["run"] |= {"id": None, "compare_prompts": 0, "steps": steps, "checkpoint_every": 2}

@@ -88,7 +88,7 @@ def _still(config: ClusterConfig, servers: int) -> ClusterConfig:
     no engine that keeps states."""
     tree = config.model_dump()
     tree["rollout"]["num_servers"] = servers
-    tree["drafter"]["training"]["when"] = "never"
+    tree["drafter"]["training"] |= {"when": "never", "every": 1}
     tree["drafter"]["states"] = "policy"
     tree["run"] |= {"eval_prompts": 0, "compare_prompts": 0, "checkpoint_every": 0}
     return ClusterConfig.model_validate(tree)

@@ -5,8 +5,7 @@ static    one strategy whatever the batch, the drafter frozen
 suffix    drafts from what was generated before, no network (the native engine's)
 ema       SGLang's own rule over chain depths, the drafter frozen
 tlt       the reference's rules (TLT, arXiv 2511.16665): its bandit where at most 32 requests run, OFF above, the
-          drafter trained in every step's rollout phase that has idle time (the reference: in every tenth; there is no
-          setting for that)
+          drafter trained in the idle time of every tenth step's rollout phase
 full      the run as it is: the adaptive selector, training as long as it pays
 """
 
@@ -19,7 +18,13 @@ from services.config.schema import NativeEngine as NativeEngineConfig
 from services.config.speculation import AdaptiveSelector, SpeculationConfig, StrategyConfig, eagle_chain
 
 THRESHOLD = 32  # running requests up to which the reference speculates
+INTERVAL = 10  # steps from one training of the reference's drafter to the next
 OFF = {"drafter": "off"}
+_TRAINING = {
+    "static": {"when": "never", "every": 1},
+    "ema": {"when": "never", "every": 1},
+    "tlt": {"when": "always", "every": INTERVAL, "beside_policy": False},
+}
 
 
 def modes_of(config: ClusterConfig) -> tuple[str, ...]:
@@ -32,11 +37,7 @@ def in_mode(config: ClusterConfig, mode: str, best: StrategyConfig | None = None
     """`best`: the strategy of mode static; None: a chain of 3. Validated like any configuration."""
     tree = config.model_dump()
     tree["speculation"]["selector"] = _selector(config, mode, best or eagle_chain(3))
-    when = {"static": "never", "ema": "never", "tlt": "always"}.get(mode)
-    if when is not None:
-        tree["drafter"]["training"]["when"] = when
-    if mode == "tlt":
-        tree["drafter"]["training"]["beside_policy"] = False
+    tree["drafter"]["training"] |= _TRAINING.get(mode, {})
     if not SpeculationConfig.model_validate(tree["speculation"]).learned:
         tree["drafter"]["states"] = "policy"  # which keeps none where no drafter learns
     return ClusterConfig.model_validate(tree)

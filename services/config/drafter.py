@@ -10,18 +10,27 @@ from services.config.section import Section, SharedFolder
 
 
 class DrafterTraining(Section):
-    """When idle slots train the drafter: `auto` as long as it pays, `always` or `never`. Training rests after
-    `patience` trainings in a row that each added less than `min_gain` (relative) to the acceptance length on held-out
-    rollouts; it goes on when acceptance drops by `drift` below its recent level, or when the training of one step in
-    `probe_every` adds `min_gain` again. `beside_policy`: also while the policy is trained, which leaves all slots idle;
-    None: where the policy has GPUs of its own, so that it loses nothing by it."""
+    """When idle slots train the drafter: `auto` as long as it pays, `always` (steps whose number `every` divides) or
+    `never`. Training rests after `patience` trainings in a row that each added less than `min_gain` (relative) to the
+    acceptance length on held-out rollouts; it goes on when acceptance drops by `drift` below its recent level, or when
+    the training of one step in `probe_every` adds `min_gain` again. `beside_policy`: also while the policy is trained,
+    which leaves all slots idle; None: where the policy has GPUs of its own, so that it loses nothing by it."""
 
     when: Literal["auto", "always", "never"] = "auto"
+    every: int = Field(1, ge=1)
     beside_policy: bool | None = None
     min_gain: float = Field(0.002, ge=0)
     patience: int = Field(3, ge=1)
     drift: float = Field(0.03, gt=0)
     probe_every: int = Field(8, ge=1)
+
+    @model_validator(mode="after")
+    def _every_step_or_when_it_pays(self) -> DrafterTraining:
+        if self.every > 1 and self.when != "always":
+            raise ValueError(
+                f"every: {self.every} goes with when: always; {self.when!r} does not count steps: leave one of them out"
+            )
+        return self
 
 
 class DrafterConfig(Section):

@@ -204,11 +204,11 @@ class Coordinator:
     def generate(self, step: int, prompts: Sequence[Prompt]) -> Iterator[FinishedGroup]:
         rollout = self._config.rollout
         label, sampling, seed = f"step{step:05d}", self._inputs.sampling, self._config.run.seed
-        keep = self._engine_states and self._worth.wants_states
+        keep = self._engine_states and self._worth.wants_states(step)
         works = make_work(prompts, label, rollout.group_size, sampling, seed, keep, len(self._groups.sampled))
         self._board.begin("rollout", len(prompts) * rollout.group_size)
         with self._window(), self._timed("rollout"):
-            drafters = self._worth.slots(len(self._leases))
+            drafters = self._worth.slots(len(self._leases), step)
             yield from self._phase.generate(works, drafters, step if keep else None)
 
     def score(self, group: FinishedGroup) -> None:
@@ -241,7 +241,7 @@ class Coordinator:
     def train_step(self, batch: TrainBatch) -> None:
         self.checkpoints.recorded = None
         self._board.enter("policy")
-        wanted, by_servers = self._worth.wants_states, self._engine_states
+        wanted, by_servers = self._worth.wants_states(batch.step), self._engine_states
         step = batch.step if wanted and by_servers else None
         with self._timed("policy"), self._timeline.span("policy", "policy"):
             self._turns.begin(step)
@@ -250,7 +250,7 @@ class Coordinator:
             if by_servers:  # nobody needs the policy for it: the verdict comes while it trains
                 self._turns.take_states(step)
                 self._judge(wanted)
-            with self._beside.training(self._worth.slots(len(self._leases))):
+            with self._beside.training(self._worth.slots(len(self._leases), batch.step)):
                 self._facts.policy = self._ask_policy(report)
                 chunk = self._ask_policy(pending)
         if not by_servers:

@@ -6,7 +6,7 @@ the bucket's own recent level, since long responses are accepted differently and
 step. Without either, slots rest and the energy is saved (a frozen drafter holds up well when the policy moves slowly);
 now and then one step of training asks again. Hidden states, which are not for nothing either, are kept only around
 such steps (3 billion parameters on two H200s: 1.1 to 3.9 s a step where the policy's team keeps them). tlt.md section 7
-and the paper train by the clock instead.
+and the paper train by the clock instead, which is `when: always` with `every`.
 """
 
 from __future__ import annotations
@@ -108,22 +108,24 @@ class Worth:
     def _drifts(self) -> bool:
         return self._dropped >= self._config.drift
 
-    def slots(self, idle: int) -> int:
-        """How many of `idle` slots should train in the coming rollout phase."""
+    def slots(self, idle: int, step: int) -> int:
+        """How many of `idle` slots should train in the phases of `step`, the coming one."""
         if self._config.when != "auto":
-            return idle if self._config.when == "always" else 0
+            return idle if self._in_turn(step) else 0
         if self.resting:
             return min(1, idle) if self._due(self._rested) else 0
         barely = self._gain is not None and self._gain < self._config.min_gain and not self._drifts
         return min(1, idle) if barely else idle
 
-    @property
-    def wants_states(self) -> bool:
-        """Whether hidden states of the coming step are of use: to train on in its tail or the next one's, or to judge
-        what its tail has learned."""
+    def wants_states(self, step: int) -> bool:
+        """Whether hidden states of `step`, the coming one, are of use: to train on in its tail or the next one's, or to
+        judge what its tail has learned."""
         if self._config.when != "auto":
-            return self._config.when == "always"
+            return self._in_turn(step) or self._in_turn(step + 1)
         return not self.resting or self._due(self._rested) or self._due(self._rested + 1)
+
+    def _in_turn(self, step: int) -> bool:
+        return self._config.when == "always" and step % self._config.every == 0
 
     def _due(self, rested: int) -> bool:
         return rested > 0 and rested % self._config.probe_every == 0

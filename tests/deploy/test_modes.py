@@ -20,6 +20,7 @@ def test_every_mode_of_the_engine_is_a_configuration_that_runs(name: str) -> Non
     }  # fmt: skip
     assert [s.drafter for s in modes["off"].speculation.strategies] == ["off"]
     assert {m for m, c in modes.items() if c.drafter.training.beside_policy is False} == {"tlt"}
+    assert {m: c.drafter.training.every for m, c in modes.items() if c.drafter.training.every > 1} == {"tlt": 10}
     assert modes["full"].speculation.selector.type == "adaptive"
     for changed in modes.values():
         as_before = {"speculation": config.speculation, "drafter": config.drafter}
