@@ -193,7 +193,8 @@ class Drafter(nn.Module):
                     p.fill_(0.0 if name.endswith("bias") else 1.0)
                 else:
                     p.normal_(0.0, 0.02, generator=generator)
-            self.get_parameter(self._key("fc.weight"))[:, -h:] += torch.eye(h)
+            fc = self.get_parameter(self._key("fc.weight"))
+            fc[:, -h:] += torch.eye(h, device=fc.device)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy tensors in; the caller has checked names and shapes (`check_tensors`)."""
