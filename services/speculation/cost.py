@@ -3,6 +3,10 @@
 The correction is a factor per strategy and batch bucket, learned in logarithms. A bucket that a strategy has not been
 seen in takes over the strategy's factor of its latest rounds, which happened at nearby batch sizes; a strategy that has
 not been seen takes over part of everybody's factor.
+
+One factor more is the machine's pace, which every round tells of and all strategies share. Without it, a processor that
+others slow down for some seconds (rounds of 6 ms took 10) makes the strategy in use look dear beside those that were
+last run at full pace, and those that were last run slowly stay dear when it is fast again.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from services.speculation.strategy import DraftStrategy
 
 ROUND_NOISE = 0.05  # relative, of one round's time
 _KEEP, _RECENT = 50, 12  # rounds that a bucket's and a strategy's factor remember
+_BRIEF = 4  # and the machine's pace
+_YOUNG = 4  # rounds of a strategy; what is off in the next one is then taken for the machine's by half
 _STEP = 0.15  # the least that a round may lie beside the estimate, in logarithms, to count in full
 _OWN_RANGE = 0.01  # a bucket spans batch sizes and contexts: its factor is never known better
 _LEAST_SPREAD = 0.15  # of a table's prediction at a place that was not measured
@@ -58,6 +64,7 @@ class CostModel:
         self._strategies: dict[str, _Factor] = {}
         self._common = _Factor(0.0)
         self._extend = _Factor(0.0)
+        self._machine = _Factor(0.0)
 
     @classmethod
     def fit(cls, points: Sequence[CostPoint]) -> CostModel:
@@ -80,6 +87,7 @@ class CostModel:
             "strategies": [[name, *astuple(factor)] for name, factor in self._strategies.items()],
             "common": list(astuple(self._common)),
             "extend": list(astuple(self._extend)),
+            "machine": list(astuple(self._machine)),
         }
 
     @classmethod
@@ -88,12 +96,14 @@ class CostModel:
         model._shared = state["shared"]
         model._buckets = {(name, bucket): _Factor(*rest) for name, bucket, *rest in state["buckets"]}
         model._strategies = {name: _Factor(*rest) for name, *rest in state["strategies"]}
-        model._common, model._extend = _Factor(*state["common"]), _Factor(*state["extend"])
+        for name in ("common", "extend", "machine"):
+            setattr(model, f"_{name}", _Factor(*state[name]))
         return model
 
     def seconds(self, strategy: DraftStrategy, view: RoundView) -> StageSeconds:
         """Expected wall seconds of a round with `strategy`, stage by stage."""
-        base, factor = self._base(strategy, view), math.exp(self._log_factor(strategy.name, view.running))
+        base = self._base(strategy, view)
+        factor = math.exp(self._log_factor(strategy.name, view.running) + self._machine.mean)
         extend = base.extend * self._extend_factor()
         return StageSeconds(extend, base.draft * factor, base.verify * factor, base.rest * factor)
 
@@ -122,7 +132,7 @@ class CostModel:
         if timed_apart:
             predicted, took = predicted - base.extend, took - measured.extend
         if timed_apart and base.extend > 0:
-            off = math.log(measured.extend / base.extend) - self._common_part()
+            off = math.log(measured.extend / base.extend) - self._common_part() - self._machine.mean
             self._extend.tell(off, _KEEP)
         if min(predicted, took) <= 0:  # a clock too coarse for the round
             return
@@ -132,13 +142,22 @@ class CostModel:
         return self.table.line(strategy, view.running).at(view)
 
     def _extend_factor(self) -> float:
-        return math.exp(self._extend.mean + self._common_part())
+        return math.exp(self._extend.mean + self._common_part() + self._machine.mean)
 
     def _learn(self, name: str, running: int, value: float) -> None:
         key, expected = (name, batch_bucket(running)), self._log_factor(name, running)
+        value -= self._pace(name, value - expected)
         self._buckets.setdefault(key, _Factor(expected)).tell(value, _KEEP)
         self._strategies.setdefault(name, _Factor(expected)).tell(value, _RECENT)
         self._common.tell(value, _RECENT)
+
+    def _pace(self, name: str, beside: float) -> float:
+        """The machine's, now that a round lay so far beside the strategy's own factor. Of one that is hardly known most
+        of it is the strategy's."""
+        now, seen = self._machine.mean, self._strategies.get(name)
+        known = seen.weight / (seen.weight + _YOUNG) if seen is not None else 0.0
+        self._machine.tell(now + known * (beside - now), _BRIEF)
+        return self._machine.mean
 
     def _common_part(self) -> float:
         return self._shared * self._common.mean
