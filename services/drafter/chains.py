@@ -58,7 +58,7 @@ def groups_of(begins: Sequence[int], lengths: Sequence[int], depth: int, device:
         places = torch.minimum(torch.arange(longest), counts[:, None] - 1)
         keys, real = first[:, None] + places, torch.arange(longest) < counts[:, None]
         entries = real.flatten().nonzero()[:, 0]
-        found.append(Group(*(t.to(device) for t in (keys + depth, keys, real, entries))))
+        found.append(Group(*(t.to(device, non_blocking=True) for t in (keys + depth, keys, real, entries))))
     return found
 
 

@@ -36,16 +36,16 @@ class LossTerms:
 
 @dataclass(frozen=True)
 class DrafterLoss:
-    """`loss` is differentiable; `overlap[j]` is the sum over supervised entries of depth j of the expected acceptance
-    sum_v min(target_probs, draft_probs)."""
+    """`loss` is differentiable; `overlap` [depths], on its device: the sums over supervised entries of a depth of the
+    expected acceptance sum_v min(target_probs, draft_probs)."""
 
     loss: Tensor
-    overlap: tuple[float, ...]
+    overlap: Tensor
 
 
 def supervised_counts(batches: Sequence[DraftRows], depths: int) -> list[int]:
     """Supervised entries of each depth over all batches of a micro-step: the divisors of `drafter_loss`."""
-    return [sum(int((b.loss_mask & b.started(j)).sum()) for b in batches) for j in range(depths)]
+    return [sum(b.supervised.count(j) for b in batches) for j in range(depths)]
 
 
 def drafter_loss(
@@ -66,25 +66,29 @@ def drafter_loss(
     """
     head = head.detach()
     drafting = draft_head or DraftHead(head)
-    target = F.linear(rows.target_hidden[rows.loss_mask], head).float()
+    hidden = _at(rows.target_hidden, rows.supervised.at(0, head.device)[0])
+    target = F.linear(hidden, head).float()
     compare = _comparison(terms, target, drafting.ids)
-    total = predicted[0].new_zeros(())
-    overlap = []
-    for j, out in enumerate(predicted):
-        mask = rows.loss_mask & rows.started(j)
-        among = mask[rows.loss_mask]
-        if not bool(among.any()):
-            overlap.append(0.0)
+    total, overlap = predicted[0].new_zeros(()), target.new_zeros(len(predicted))
+    for j, whole in enumerate(predicted):
+        places, among = rows.supervised.at(j, head.device)
+        if not len(places):
             continue
-        drafted = drafting.logits(out[mask])
+        out = _at(whole, places)
+        drafted = drafting.logits(out)
         part = compare(among, drafted)
         if terms.feature_weight:
-            feature = F.smooth_l1_loss(out[mask], rows.target_hidden[mask], reduction="sum") / out.shape[-1]
+            feature = F.smooth_l1_loss(out, hidden[among], reduction="sum") / out.shape[-1]
             part = part + terms.feature_weight * feature
         total = total + terms.decay**j / counts[j] * part
-        overlap.append(float(_overlap(target[among], drafted.detach(), terms.temperature, drafting.ids).sum()))
+        overlap[j] = _overlap(target[among], drafted.detach(), terms.temperature, drafting.ids).sum()
     scale = sum(terms.decay**j for j, n in enumerate(counts) if n)
-    return DrafterLoss(total / scale if scale else total, tuple(overlap))
+    return DrafterLoss(total / scale if scale else total, overlap)
+
+
+def _at(t: Tensor, places: Tensor) -> Tensor:
+    """[R,W,H] at [E] -> [E,H]. No place comes twice, of which indexing (other than this) would make sure by sorting."""
+    return t.flatten(0, 1).index_select(0, places)
 
 
 def _comparison(terms: LossTerms, target: Tensor, ids: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
@@ -125,13 +129,13 @@ def expected_acceptance(
     """Per depth [R,W]: the probability that the draft of this entry is accepted, sum_v min(target_probs, draft_probs)
     at `temperature`; 0 where nothing is supervised or no chain reaches (a chain cannot commit past the end)."""
     drafting = draft_head or DraftHead(head)
-    target = F.linear(rows.target_hidden[rows.loss_mask], head).float()
+    target = F.linear(_at(rows.target_hidden, rows.supervised.at(0, head.device)[0]), head).float()
     result = []
     for j, out in enumerate(predicted):
-        mask = rows.loss_mask & rows.started(j)
-        alpha = torch.zeros(mask.shape, device=mask.device)
-        drafted = drafting.logits(out[mask])
-        alpha[mask] = _overlap(target[mask[rows.loss_mask]], drafted, temperature, drafting.ids)
+        places, among = rows.supervised.at(j, head.device)
+        alpha = torch.zeros(rows.loss_mask.shape, device=head.device)
+        drafted = drafting.logits(_at(out, places))
+        alpha.view(-1)[places] = _overlap(target[among], drafted, temperature, drafting.ids)
         result.append(alpha)
     return result
 

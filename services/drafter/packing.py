@@ -16,14 +16,35 @@ from services.models.packing import RowLayout, RowPlan, fill_rows, plan_rows, ro
 
 
 @dataclass(frozen=True)
+class Supervised:
+    """The entries that are learned from: `places` in rows laid end to end, `positions` within their sequences, int64
+    [E] each, on the CPU. A boolean mask on a GPU would have the processor wait for the GPU each time to learn how many
+    there are."""
+
+    places: Tensor
+    positions: Tensor
+
+    def count(self, depth: int) -> int:
+        """That a chain reaches at `depth`: it began inside the same sequence."""
+        return int((self.positions >= depth).sum())
+
+    def at(self, depth: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Those, int64 [E_depth] each: their places, and which of `places` they are."""
+        own = (self.positions >= depth).nonzero()[:, 0]
+        return self.places[own].to(device, non_blocking=True), own.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
 class DraftRows:
     """The fields of `Aligned` in rows: ids, loss_mask [R,W]; inputs [R,W,S]; target_hidden [R,W,H]; `members` are
-    indices into the packed list, `lengths` theirs. Sequences in one row never see each other (`chains`)."""
+    indices into the packed list, `lengths` theirs; `supervised`: where loss_mask is true. Sequences in one row never
+    see each other (`chains`)."""
 
     ids: Tensor
     inputs: Tensor
     target_hidden: Tensor
     loss_mask: Tensor
+    supervised: Supervised
     layout: RowLayout
     members: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -67,12 +88,15 @@ def lay_rows(aligned: Sequence[Aligned], plans: Sequence[RowPlan], device: torch
     for plan in plans:
         layout = row_layout(plan, lengths)
         own = [aligned[i] for i in plan.members]
+        mask = fill_rows(layout, [a.loss_mask for a in own])
+        places = mask.flatten().nonzero()[:, 0]
         rows.append(
             DraftRows(
                 ids=fill_rows(layout, [a.ids for a in own]).to(device),
                 inputs=_floats(layout, [a.inputs for a in own], device),
                 target_hidden=_floats(layout, [a.target_hidden for a in own], device),
-                loss_mask=fill_rows(layout, [a.loss_mask for a in own]).to(device),
+                loss_mask=mask.to(device),
+                supervised=Supervised(places, layout.positions.flatten()[places]),
                 layout=layout.to(device),
                 members=plan.members,
                 lengths=tuple(lengths[i] for i in plan.members),

@@ -92,19 +92,21 @@ class DrafterTrainer:
         self.total_steps += 1
         if not counts[0]:
             return MicroStep(0.0, (math.nan,) * self.config.unroll, 0, 0.0, False)
-        loss, overlap = 0.0, [0.0] * self.config.unroll
+        losses, overlaps = list[Tensor](), list[Tensor]()
         for rows in batches:
             with tensor_cores(self.device):
                 part = self._loss(rows, counts)
                 part.loss.backward()
-            loss += float(part.loss.detach())
-            overlap = [a + b for a, b in zip(overlap, part.overlap, strict=True)]
+            losses.append(part.loss.detach())
+            overlaps.append(part.overlap)
         norm = float(torch.nn.utils.clip_grad_norm_(self._drafter.parameters(), self.config.grad_clip))
         if math.isfinite(norm):
             self._optimizer.step()
             self.updates += 1
         self._optimizer.zero_grad(set_to_none=True)
         tokens = sum(b.num_tokens for b in batches)
+        # asked of the device behind its last work, not batch by batch: it would wait for the processor in between
+        loss, overlap = float(sum(losses)), torch.stack(overlaps).sum(0).tolist()
         means = tuple(s / n if n else math.nan for s, n in zip(overlap, counts, strict=True))
         return MicroStep(loss, means, tokens, norm, math.isfinite(norm))
 
@@ -149,7 +151,7 @@ class DrafterTrainer:
                 )
             for j, alpha in enumerate(alphas):
                 sums[j] += float(alpha.sum())
-                counts[j] += int((rows.loss_mask & rows.started(j)).sum())
+                counts[j] += rows.supervised.count(j)
             lengths = chain_lengths(alphas, rows)
             length += float(lengths.sum())
             starts += int(lengths.shape[0])

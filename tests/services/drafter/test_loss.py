@@ -24,7 +24,7 @@ def loss_of(drafter, batches, head, depths=3, temperature=1.0, loss="cross_entro
     counts, weight = supervised_counts(batches, depths), 0.2 if drafter.method.matches_features else 0.0
     chosen = terms(weight, loss, temperature=temperature)
     parts = [drafter_loss(unroll(drafter, b, head.embed, rope, depths), b, head.head, counts, chosen) for b in batches]
-    return sum(p.loss for p in parts), counts, [sum(p.overlap[j] for p in parts) for j in range(depths)]
+    return sum(p.loss for p in parts), counts, [sum(p.overlap[j].item() for p in parts) for j in range(depths)]
 
 
 @EVERY_LOSS
@@ -209,3 +209,20 @@ def test_cross_entropy_mixes_into_losses_about_acceptance_only(make_states, make
     mixed = value(loss, 0.0) + 0.3 * (value("cross_entropy", 0.0) - features)
     assert value(loss, 0.3) == pytest.approx(mixed, rel=1e-5)
     assert value("cross_entropy", 0.3) == value("cross_entropy", 0.0)
+
+
+@EVERY_LOSS
+@METHODS
+def test_nothing_of_a_loss_waits_for_the_device(make_method, make_drafter, make_states, make_head, name, loss) -> None:
+    """On a device without values whoever asks for one fails: a mask that counts, a sum as a number. On a GPU each of
+    some hundred in a micro-step had the processor wait, and then the GPU."""
+    meta, drafter, found = torch.device("meta"), make_drafter(make_method(name)), make_head()
+    batches = pack_states(make_states((3, 14), (2, 4), (4, 4), (1, 1), name=name), 20, meta)
+    rope = RopeTable(drafter.method.spec, 64, meta, torch.float32)
+    drafter, counts = drafter.to(meta), supervised_counts(batches, 3)
+    embed, head = (t.to(meta) for t in (found.embed, found.head))
+    for rows in batches:
+        predicted = unroll(drafter, rows, embed, rope, 3)
+        drafter_loss(predicted, rows, head, counts, terms(0.2, loss)).loss.backward()
+        with torch.no_grad():
+            expected_acceptance(predicted, rows, head, 1.0)
