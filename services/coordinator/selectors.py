@@ -47,7 +47,7 @@ class SelectorStates:
         def told(fits: bool) -> None:
             message = "the selector goes on with what it had learned"
             if not fits:
-                message = "the selector begins anew: what is kept is of another kind of selector, device or model"
+                message = "the selector begins anew: what is kept is of another selector, version, device or model"
             self._tell("selector_restored", client.name, message)
 
         lost = partial(self._fleet.lose, slot)

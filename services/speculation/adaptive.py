@@ -39,6 +39,8 @@ _NEAR = 2  # half octaves: OFF at half or twice the batch size says enough of wh
 _WASTED = 0.5  # of catching up for a check: if the strategy pays, it had to be done anyway
 _PLAIN = ("round", "drafter_version", "chosen_at", "checked_at", "credit_s", "news", "news_at")  # attributes of a state
 _PATIENCE = 0.2  # how fast they grow; with 0 a single request now and then ran 8 to 10 % below the oracle
+# The number changes with what a state holds, here and in its models: of another form, nothing is taken up.
+KIND = "adaptive 2"
 _SECONDS_BESIDE = 1.0  # standard deviations of a round's time beside its mean that count as plausible
 
 
@@ -107,7 +109,7 @@ class Adaptive:
         choice = self._choice
         stands = None if choice is None else [choice.strategy.name, choice.reason, choice.expected, choice.expected_off]
         return {
-            "kind": "adaptive",
+            "kind": KIND,
             "costs": self.costs.state(),
             "acceptance": self.acceptance.state(),
             "life": self._life.state(),
@@ -123,7 +125,7 @@ class Adaptive:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from there. A strategy that is not configured any more is forgotten."""
-        assert state["kind"] == "adaptive"
+        assert state["kind"] == KIND
         named = {s.name: s for s in self._strategies}
         self.costs, self.acceptance = CostModel.of(state["costs"]), AcceptanceModel.of(state["acceptance"])
         self._life, self._ends = Lifetime.of(state["life"]), Ends.of(state["ends"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from services.core.selector import SelectorState
-from services.speculation.adaptive import Adaptive
+from services.speculation.adaptive import KIND, Adaptive
 from services.speculation.cost import CostModel
 from services.speculation.expectation import AcceptanceModel
 from services.speculation.gain import Costs
@@ -32,7 +32,7 @@ class LearnedModels:
 def learned_models(state: SelectorState | None) -> LearnedModels | None:
     """None of a selector without models, and of one that has not run both with drafts and without: it starts from a
     typical table that nobody measured, whose ratios would be a guess."""
-    if state is None or state.learned["kind"] != "adaptive":
+    if state is None or state.learned["kind"] != KIND:
         return None
     selector = Adaptive((), CostModel(), AcceptanceModel())
     selector.restore(state.learned)
