@@ -62,7 +62,7 @@ class Load:
 
 def run_bench(config: ClusterConfig, load: Load, say: Callable[[str], None] = print) -> dict[str, Any]:
     question = Question(max_tokens=load.longest, rollouts=load.rollouts, steps=load.steps - 1, advance_s=load.advance_s)
-    config = _drafting(_paced(sized(config, question, load.slots), load.reports_per_s))
+    config = _talkative(sized(config, question, load.slots), load.reports_per_s)
     lengths = LogNormal(load.median, 1.0, load.longest)
     scenario = scenario_of(SHAPES["7b"], lengths, load.slots, 0.0, question.stretch, 0)
     with ray_session(config, check=False):
@@ -83,15 +83,10 @@ def run_bench(config: ClusterConfig, load: Load, say: Callable[[str], None] = pr
     return _result(load, found, calls, gaps, say)
 
 
-def _drafting(config: ClusterConfig) -> ClusterConfig:
+def _talkative(config: ClusterConfig, reports_per_s: float) -> ClusterConfig:
     """The reference's rules, the drafter trained in every step: the most that training has to say."""
     tree = in_mode(config, "tlt").model_dump()
     tree["drafter"]["training"]["every"] = 1
-    return ClusterConfig.model_validate(tree)
-
-
-def _paced(config: ClusterConfig, reports_per_s: float) -> ClusterConfig:
-    tree = config.model_dump()
     tree["coordinator"]["reports_per_s"] = reports_per_s
     return ClusterConfig.model_validate(tree)
 

@@ -22,7 +22,7 @@ from typing import Any
 from deploy.bench_costs import measured
 from deploy.inputs import load_inputs
 from deploy.local import build_services
-from deploy.modes import in_mode
+from deploy.modes import NEVER, in_mode
 from deploy.provenance import provenance
 from deploy.side_by_side import SideBySideHost, single_threaded
 from deploy.simulator_table import HEAD, by_run, compared, summary, table
@@ -88,7 +88,7 @@ def _still(config: ClusterConfig, servers: int) -> ClusterConfig:
     no engine that keeps states."""
     tree = config.model_dump()
     tree["rollout"]["num_servers"] = servers
-    tree["drafter"]["training"] |= {"when": "never", "every": 1}
+    tree["drafter"]["training"] |= NEVER
     tree["drafter"]["states"] = "policy"
     tree["run"] |= {"eval_prompts": 0, "compare_prompts": 0, "checkpoint_every": 0}
     return ClusterConfig.model_validate(tree)

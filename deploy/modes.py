@@ -20,9 +20,10 @@ from services.config.speculation import AdaptiveSelector, SpeculationConfig, Str
 THRESHOLD = 32  # running requests up to which the reference speculates
 INTERVAL = 10  # steps from one training of the reference's drafter to the next
 OFF = {"drafter": "off"}
+NEVER = {"when": "never", "every": 1}  # of drafter.training
 _TRAINING = {
-    "static": {"when": "never", "every": 1},
-    "ema": {"when": "never", "every": 1},
+    "static": NEVER,
+    "ema": NEVER,
     "tlt": {"when": "always", "every": INTERVAL, "beside_policy": False},
 }
 

@@ -87,7 +87,7 @@ def drafter_loss(
 
 
 def _at(t: Tensor, places: Tensor) -> Tensor:
-    """[R,W,H] at [E] -> [E,H]. No place comes twice, of which indexing (other than this) would make sure by sorting."""
+    """[R,W,...] at [E] -> [E,...]. No place comes twice; indexing other than this would make sure of it by sorting."""
     return t.flatten(0, 1).index_select(0, places)
 
 
@@ -154,11 +154,12 @@ def chain_reach(alphas: Sequence[Tensor], rows: DraftRows) -> list[Tensor]:
     """For every supervised start entry s, flat, and each k: prod_{j<=k} alpha_j[s + j], the probability that the drafts
     of depths 0..k are all accepted."""
     product, reach = torch.ones_like(alphas[0]), []
+    places, _ = rows.supervised.at(0, product.device)
     for j, alpha in enumerate(alphas):
         # entry s + j at place s; a neighbour's entries are cut off by `started`, which needs position >= j there
         own = torch.where(rows.started(j), alpha, 0.0)
         product = product * F.pad(own[:, j:], (0, min(j, own.shape[1])))
-        reach.append(product[rows.loss_mask])
+        reach.append(_at(product, places))
     return reach
 
 

@@ -51,7 +51,7 @@ class DraftRows:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.layout.filled.sum())
+        return sum(self.lengths)
 
     def chains(self, depth: int) -> list[Group]:
         """Who attends to whom at a depth: to entries of the same sequence at least `depth` places back."""

@@ -27,6 +27,8 @@ from services.speculation.lifetime import Ends, Lifetime
 from services.speculation.round import Choice, RoundOutcome, RoundView
 from services.speculation.strategy import OFF, DraftStrategy, draft_strategy
 
+# Of a state; the number changes with what that holds, here and in its models: of another form, nothing is taken up.
+KIND = "adaptive 2"
 STANDS_FOR = 8  # rounds that a choice stands for within a batch bucket: deciding costs time, too
 CHECK_GAP = 6  # rounds between two checks
 # Rounds after which OFF is run again at about this batch size, if a check can be paid for: everything that is told of
@@ -39,8 +41,6 @@ _NEAR = 2  # half octaves: OFF at half or twice the batch size says enough of wh
 _WASTED = 0.5  # of catching up for a check: if the strategy pays, it had to be done anyway
 _PLAIN = ("round", "drafter_version", "chosen_at", "checked_at", "credit_s", "news", "news_at")  # attributes of a state
 _PATIENCE = 0.2  # how fast they grow; with 0 a single request now and then ran 8 to 10 % below the oracle
-# The number changes with what a state holds, here and in its models: of another form, nothing is taken up.
-KIND = "adaptive 2"
 _SECONDS_BESIDE = 1.0  # standard deviations of a round's time beside its mean that count as plausible
 
 

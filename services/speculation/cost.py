@@ -132,8 +132,7 @@ class CostModel:
         if timed_apart:
             predicted, took = predicted - base.extend, took - measured.extend
         if timed_apart and base.extend > 0:
-            off = math.log(measured.extend / base.extend) - self._common_part() - self._machine.mean
-            self._extend.tell(off, _KEEP)
+            self._extend.tell(math.log(measured.extend / base.extend) - self._everybodys(), _KEEP)
         if min(predicted, took) <= 0:  # a clock too coarse for the round
             return
         self._learn(outcome.strategy.name, outcome.view.running, math.log(took / predicted))
@@ -142,7 +141,11 @@ class CostModel:
         return self.table.line(strategy, view.running).at(view)
 
     def _extend_factor(self) -> float:
-        return math.exp(self._extend.mean + self._common_part() + self._machine.mean)
+        return math.exp(self._extend.mean + self._everybodys())
+
+    def _everybodys(self) -> float:
+        """What a price has in common with all others."""
+        return self._common_part() + self._machine.mean
 
     def _learn(self, name: str, running: int, value: float) -> None:
         key, expected = (name, batch_bucket(running)), self._log_factor(name, running)
