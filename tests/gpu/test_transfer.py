@@ -1,6 +1,7 @@
 """Weights from the policy trainer's GPU to a rollout server's over NCCL: `pytest -m gpu tests/gpu/test_transfer.py -s`.
 
-Two GPUs, no model folder, no SGLang. Figures go to results/transfer.json; a table is printed at the end.
+Two GPUs, one for the last test; no model folder, no SGLang. Figures go to results/transfer.json, of one GPU alone to
+transfer_one_gpu.json; a table is printed at the end.
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ from services.models.target import target_names
 from tests.actors.transfers import Receiver, Shapes, sender_class
 
 NEEDS_MODEL = False  # for the folder's conftest
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL connects two GPUs: this machine has fewer"),
-]
+pytestmark = pytest.mark.gpu
+GPUS = torch.cuda.device_count()
+two_gpus = pytest.mark.skipif(GPUS < 2, reason="NCCL connects two GPUs: this machine has fewer")
 
 REPEATS = 5
 CONFIG = WeightsConfig(transport="collective", part_timeout_s=6.0, connect_timeout_s=30.0)
@@ -42,15 +42,16 @@ NUM_BYTES = sum(2 * torch.Size(shape).numel() for shape, _ in BIG.values())
 def figures(save: Callable[[str, dict[str, Any]], None]) -> Iterator[dict[str, Any]]:
     found: dict[str, Any] = {"bytes": NUM_BYTES}
     yield found
-    save("transfer", {"gpus": torch.cuda.device_count(), "config": CONFIG.model_dump(), "figures": found})
+    name = "transfer" if GPUS > 1 else "transfer_one_gpu"
+    save(name, {"gpus": GPUS, "config": CONFIG.model_dump(), "figures": found})
     print("\n" + "\n".join(f"{key:42} {value}" for key, value in found.items()))
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     ray.init(
-        address="local", num_gpus=2, include_dashboard=False, log_to_driver=True, object_store_memory=40 * 10**9,
-        namespace="longtail",
+        address="local", num_gpus=min(GPUS, 2), include_dashboard=False, log_to_driver=True,
+        object_store_memory=40 * 10**9, namespace="longtail",
     )  # fmt: skip
     yield
     ray.shutdown()
@@ -87,6 +88,7 @@ def transfer_error(reference: Any) -> str:
     return str(caught.value.cause)
 
 
+@two_gpus
 def test_a_7b_shaped_policy_over_nccl_and_over_the_object_store(pair: tuple[Any, Any], figures: dict[str, Any]) -> None:
     sender, receiver = pair
     offer, sent = hold(sender, 1, BIG)
@@ -113,6 +115,7 @@ def test_a_7b_shaped_policy_over_nccl_and_over_the_object_store(pair: tuple[Any,
     assert figures["backend"] == "nccl"
 
 
+@two_gpus
 def test_a_killed_receiver_is_noticed_at_once_and_its_successor_served(
     pair: tuple[Any, Any], figures: dict[str, Any]
 ) -> None:
@@ -139,6 +142,7 @@ def test_a_killed_receiver_is_noticed_at_once_and_its_successor_served(
     figures["successor has the version after, s"] = round(time.monotonic() - killed, 3)
 
 
+@two_gpus
 def test_a_silent_receiver_ends_with_the_time_out(pair: tuple[Any, Any], figures: dict[str, Any]) -> None:
     """Stopped, as after a partition: nothing closes, NCCL itself would wait for ever."""
     sender, receiver = pair
