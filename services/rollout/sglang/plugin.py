@@ -2,7 +2,7 @@
 acceptance told while requests run, hidden states kept for the drafter; switching between strategies is in `switching`.
 
 SGLang runs `register` in every one of its processes before anything is built. Hooks wrap stock methods of 0.5.17; none
-of its code is changed. Beside `switching`, `launch` and `start`, no module imports SGLang.
+of its code is changed. Beside `switching`, `catching_up`, `launch` and `start`, no module imports SGLang.
 """
 
 from __future__ import annotations

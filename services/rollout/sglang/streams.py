@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from services.rollout.sglang.catching_up import capture_catching_up
+
 CAPTURE = "sglang.srt.distributed.parallel_state.GroupCoordinator.graph_capture"
 CAPTURE_DRAFTER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._capture_cuda_graphs"
 
@@ -56,5 +58,6 @@ def capture_drafter(original: Callable[..., None], worker: Any) -> None:
     _shared.drafter = True
     try:
         original(worker)
+        capture_catching_up(worker)
     finally:
         _shared.drafter = False

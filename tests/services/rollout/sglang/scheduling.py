@@ -8,13 +8,15 @@ overrides; the logits buffer has the rows that the model runner asks for; argume
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -33,10 +35,12 @@ def hooked(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ServerArgs:
-    def __init__(self, steps: int, sizes: list[int], config_file: str | None, adaptive: bool = True) -> None:
+    def __init__(
+        self, steps: int, sizes: list[int], config_file: str | None, adaptive: bool = True, attention: str = "triton"
+    ) -> None:
         decode = SimpleNamespace(bs=sizes, max_bs=max(sizes))
         self.cuda_graph_config = SimpleNamespace(decode=decode)
-        self.attention_backend = "triton"
+        self.attention_backend = attention
         self.speculative_num_steps, self.speculative_num_draft_tokens = steps, steps + 1
         self.speculative_adaptive, self.speculative_adaptive_config = adaptive, config_file
         self._declarations_materialized = True
@@ -121,7 +125,7 @@ class State:
     speculative_num_steps: int
     draft: Graphs
     target: Graphs
-    extend: Graphs
+    extend: Graphs | None
 
 
 class AdaptiveController:
@@ -191,14 +195,78 @@ class Result:
     num_correct_drafts_per_req_cpu: list[int] | None = None
 
 
+# What decides over the drafter's graphs: `decode` is the backend of graphs, `catching_up` false where the variable
+# SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH is set.
+GRAPHS = SimpleNamespace(decode="full", catching_up=True)
+
+
+class Phase:
+    DECODE = "decode"
+
+
+class Backend:
+    DISABLED = "disabled"
+
+
+def check_cuda_graph_backend(phase: str, backend: str) -> bool:
+    return bool(getattr(GRAPHS, phase) == backend)
+
+
+envs = SimpleNamespace(SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH=SimpleNamespace(get=lambda: not GRAPHS.catching_up))
+
+
+class TritonAttnBackend:
+    pass
+
+
+class FlashAttentionBackend:
+    pass
+
+
+class EAGLEDraftExtendCudaGraphRunner(Graphs):
+    """Of the catching up, which takes its width from the start arguments."""
+
+    def __init__(self, worker: EagleDraftWorker) -> None:
+        super().__init__(worker.draft_runner, worker.draft_runner.server_args.speculative_num_draft_tokens)
+
+
 class EagleDraftWorker:
     def __init__(self, draft_runner: ModelRunner) -> None:
-        self.draft_runner, self.graphs = draft_runner, list[Graphs]()
+        self.draft_runner = draft_runner
+        flash = draft_runner.server_args.attention_backend == "fa3"
+        self.draft_extend_attn_backend = FlashAttentionBackend() if flash else TritonAttnBackend()
+        self.cuda_graph_runner: Graphs | None = None
+        self.cuda_graph_runner_for_draft_extend: Graphs | None = None
 
     def _capture_cuda_graphs(self) -> None:
-        """The catching up takes its width from the start arguments."""
-        width = self.draft_runner.server_args.speculative_num_draft_tokens
-        self.graphs = [Graphs(self.draft_runner, 1), Graphs(self.draft_runner, width)]
+        self.cuda_graph_runner = self.cuda_graph_runner_for_draft_extend = None
+        if check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
+            return
+        self.cuda_graph_runner = Graphs(self.draft_runner, 1)
+        if isinstance(self.draft_extend_attn_backend, TritonAttnBackend) and GRAPHS.catching_up:
+            self.cuda_graph_runner_for_draft_extend = EAGLEDraftExtendCudaGraphRunner(self)
+
+
+def install_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the plug-in looks for what it needs to capture graphs itself, for one test."""
+    members: dict[str, dict[str, Any]] = {
+        "environ": {"envs": envs},
+        "layers": {},
+        "layers.attention": {},
+        "layers.attention.flashattention_backend": {"FlashAttentionBackend": FlashAttentionBackend},
+        "model_executor": {},
+        "model_executor.cuda_graph_config": {
+            "Backend": Backend, "Phase": Phase, "check_cuda_graph_backend": check_cuda_graph_backend,
+        },
+        "speculative": {},
+        "speculative.eagle_draft_extend_cuda_graph_runner": {
+            "EAGLEDraftExtendCudaGraphRunner": EAGLEDraftExtendCudaGraphRunner,
+        },
+    }  # fmt: skip
+    for name, values in members.items():
+        module = ModuleType(f"{SRT}.{name}")
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 class EagleWorker:
@@ -225,11 +293,12 @@ class EagleWorker:
         name = f"{SRT}.speculative.adaptive_runtime_state.AdaptiveController.init_states"
         hooked(name, AdaptiveController.init_states)(self.adaptive_controller, cuda_graph_bs=None)
 
-    def _drafting(self, target: Graphs | None = None) -> tuple[Graphs, Graphs, Graphs]:
+    def _drafting(self, target: Graphs | None = None) -> tuple[Graphs, Graphs, Graphs | None]:
         """The graphs of a depth; the first one's verification has been captured before its draft."""
         name = f"{SRT}.speculative.eagle_worker_v2.EagleDraftWorker._capture_cuda_graphs"
         hooked(name, EagleDraftWorker._capture_cuda_graphs)(self.draft_worker)
-        draft, extend = self.draft_worker.graphs
+        draft, extend = self.draft_worker.cuda_graph_runner, self.draft_worker.cuda_graph_runner_for_draft_extend
+        assert draft is not None
         width = self.server_args.speculative_num_draft_tokens
         return draft, target or Graphs(self.target_worker.model_runner, width), extend
 
@@ -255,7 +324,8 @@ class EagleWorker:
         hooked(f"{WORKER}.activate_step_by_batch", EagleWorker.activate_step_by_batch)(self, len(batch.reqs))
         batch.spec_info = SimpleNamespace(draft_probs=torch.ones(len(batch.reqs), VOCAB) if self._probs else None)
         steps, state = self.speculative_num_steps, self.state
-        assert state is not None and state.target.width == state.extend.width == steps + 1
+        assert state is not None and state.target.width == steps + 1
+        assert state.extend is not None and state.extend.width == steps + 1, "the drafter catches up kernel by kernel"
         if steps == 0:
             trivial = hooked(f"{WORKER}._build_trivial_verify_input", EagleWorker._build_trivial_verify_input)(
                 self, batch
@@ -308,10 +378,17 @@ class SwitchingScheduler:
     """Two copies of the arguments, as for target and drafter; `after_round` sees what has just been launched."""
 
     def __init__(
-        self, steps: int, sizes: list[int], config_file: str | None, probs: bool, adaptive: bool = True
+        self,
+        steps: int,
+        sizes: list[int],
+        config_file: str | None,
+        probs: bool,
+        adaptive: bool = True,
+        attention: str = "triton",
     ) -> None:
-        self.server_args = ServerArgs(steps, sizes, config_file, adaptive)
-        self.draft_worker = EagleWorker(ServerArgs(steps, list(sizes), config_file, adaptive), self.server_args, probs)
+        self.server_args = ServerArgs(steps, sizes, config_file, adaptive, attention)
+        drafters = ServerArgs(steps, list(sizes), config_file, adaptive, attention)
+        self.draft_worker = EagleWorker(drafters, self.server_args, probs)
         self.processor, self.queue = Processor(self.draft_worker), deque[tuple[Batch, Result]]()
         self.launched: list[tuple[int, int]] = []  # running, depth
 

@@ -20,7 +20,7 @@ from services.rollout.memory import GpuMemory
 from services.rollout.sglang import plugin
 from services.rollout.sglang.order import switch_order
 from services.rollout.sglang.rounds import histograms, newest_depth
-from services.rollout.sglang.streams import shared_streams
+from services.rollout.sglang.streams import capture_drafter, shared_streams
 from services.rollout.sglang.switching import (
     FREE,
     SWITCH,
@@ -32,7 +32,13 @@ from services.rollout.sglang.switching import (
     tell_learned,
     told_state,
 )
-from tests.services.rollout.sglang.scheduling import Request, SwitchingScheduler, graph_capture
+from tests.services.rollout.sglang.scheduling import (
+    GRAPHS,
+    Request,
+    SwitchingScheduler,
+    graph_capture,
+    install_graphs,
+)
 from tests.services.rollout.sglang.standins import HookRegistry, Scheduler, install
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16]
@@ -47,6 +53,7 @@ DEPTHS = (0, 1, 3, 5)
 @pytest.fixture(autouse=True)
 def context(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     install(monkeypatch)
+    install_graphs(monkeypatch)
     plugin.register()
     context = SimpleNamespace(_overrides_log=[])
     module = ModuleType("sglang.srt.runtime_context")
@@ -67,8 +74,8 @@ def order_file(folder: Path, max_nodes: int = 48, memory: int = 2**40, step: flo
     return str(file)
 
 
-def started(folder: Path, probs: bool = False, **graphs: Any) -> SwitchingScheduler:
-    scheduler = SwitchingScheduler(5, list(SIZES), order_file(folder, **graphs), probs)
+def started(folder: Path, probs: bool = False, attention: str = "triton", **graphs: Any) -> SwitchingScheduler:
+    scheduler = SwitchingScheduler(5, list(SIZES), order_file(folder, **graphs), probs, attention=attention)
     scheduler.start()
     return scheduler
 
@@ -80,8 +87,10 @@ def requests(count: int = 6) -> list[Request]:
 # ------------------------------------------------------------------ capturing
 
 
-def test_each_depth_has_graphs_of_its_own_width_for_its_own_batch_sizes(tmp_path: Path) -> None:
-    scheduler = started(tmp_path)
+@pytest.mark.parametrize("attention", ["triton", "fa3"])
+def test_each_depth_has_graphs_of_its_own_width_for_its_own_batch_sizes(tmp_path: Path, attention: str) -> None:
+    """With FlashAttention-3 SGLang captures none of the drafter's catching up."""
+    scheduler = started(tmp_path, attention=attention)
     states = scheduler.draft_worker.adaptive_controller._states
     assert states.keys() == set(DEPTHS)
     for depth, state in states.items():
@@ -92,11 +101,12 @@ def test_each_depth_has_graphs_of_its_own_width_for_its_own_batch_sizes(tmp_path
     assert runner.logits_rows == max(max(s.target.sizes) * s.target.width for s in states.values())
 
 
+@pytest.mark.parametrize("attention", ["triton", "fa3"])
 def test_target_and_drafter_each_capture_all_depths_on_one_stream_and_other_engines_as_sglang_does(
-    tmp_path: Path,
+    tmp_path: Path, attention: str
 ) -> None:
     """PyTorch keeps a cuBLAS workspace for each stream."""
-    states = started(tmp_path).draft_worker.adaptive_controller._states.values()
+    states = started(tmp_path, attention=attention).draft_worker.adaptive_controller._states.values()
     targets = {state.target.stream for state in states}
     drafters = {graphs.stream for state in states for graphs in (state.draft, state.extend)}
     assert len(targets) == len(drafters) == 1 and targets != drafters
@@ -105,11 +115,26 @@ def test_target_and_drafter_each_capture_all_depths_on_one_stream_and_other_engi
     assert started(tmp_path).draft_worker.state.target.stream not in targets, "an engine's own"
 
 
-def test_at_every_depth_what_a_draft_leaves_behind_survives_the_verification(tmp_path: Path) -> None:
+@pytest.mark.parametrize("attention", ["triton", "fa3"])
+def test_at_every_depth_what_a_draft_leaves_behind_survives_the_verification(tmp_path: Path, attention: str) -> None:
     """Draft probabilities are read behind it: anything else in their place accepts drafts at random."""
-    for state in started(tmp_path).draft_worker.adaptive_controller._states.values():
+    for state in started(tmp_path, attention=attention).draft_worker.adaptive_controller._states.values():
         assert state.draft.results not in state.target.used, state.speculative_num_steps
         assert state.target.results not in state.extend.used, "the states that the drafter catches up with"
+
+
+@pytest.mark.parametrize("attention", ["triton", "fa3"])
+@pytest.mark.parametrize("off", [{"decode": "disabled"}, {"catching_up": False}], ids=str)
+def test_who_switches_graphs_off_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, off: dict[str, Any]
+) -> None:
+    scheduler = SwitchingScheduler(5, list(SIZES), None, False, attention=attention)
+    scheduler.draft_worker.draft_runner.make_logits_buffer()
+    worker = scheduler.draft_worker.draft_worker
+    for name, value in off.items():
+        monkeypatch.setattr(GRAPHS, name, value)
+    capture_drafter(type(worker)._capture_cuda_graphs, worker)
+    assert worker.cuda_graph_runner_for_draft_extend is None
 
 
 def test_whoever_brings_a_stream_captures_on_it(tmp_path: Path) -> None:
