@@ -89,7 +89,7 @@ def lay_rows(aligned: Sequence[Aligned], plans: Sequence[RowPlan], device: torch
         layout = row_layout(plan, lengths)
         own = [aligned[i] for i in plan.members]
         mask = fill_rows(layout, [a.loss_mask for a in own])
-        places = mask.flatten().nonzero()[:, 0]
+        places = mask.flatten().nonzero()[:, 0].cpu()  # states may lie on a GPU
         rows.append(
             DraftRows(
                 ids=fill_rows(layout, [a.ids for a in own]).to(device),

@@ -17,12 +17,18 @@ from torch import Tensor
 from services.config.drafter import DrafterConfig
 from services.drafter.chains import chain_attention, groups_of
 from services.drafter.head import TargetHead
+from services.drafter.packing import pack_states
 from services.drafter.trainer import DrafterTrainer
 from services.models.hidden import HiddenStates
 from services.models.layers import ModelSpec, model_spec
 
 HEADS, KV_HEADS, SIZE = 32, 4, 64
 REPEATS = 7
+SHAPE = {
+    "model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 64,
+    "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": SIZE, "vocab_size": 96,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def found(device: str, depth: int, dtype: torch.dtype) -> list[Tensor]:
@@ -48,15 +54,23 @@ def test_it_computes_what_the_processor_computes(depth: int) -> None:
         assert error < 0.01, error
 
 
+def test_states_that_lie_there_are_laid_out_as_those_on_the_processor() -> None:
+    """A warm-up's states do, a run's do not."""
+    rng = random.Random(1)
+    states = [s for _ in range(2) for s in drawn(rng, model_spec(SHAPE), 60, 600)]
+    there = [HiddenStates(s.input_ids.cuda(), s.hidden.cuda(), s.loss_mask.cuda(), 0) for s in states]
+    device = torch.device("cuda")
+    for mine, exact in zip(pack_states(there, 4096, device), pack_states(states, 4096, device), strict=True):
+        for name in ("ids", "inputs", "target_hidden", "loss_mask"):
+            assert torch.equal(getattr(mine, name), getattr(exact, name)), name
+        for name in ("places", "positions"):
+            found, wanted = getattr(mine.supervised, name), getattr(exact.supervised, name)
+            assert found.device.type == "cpu" and torch.equal(found, wanted), name
+
+
 def test_a_micro_step(save: Callable[[str, dict[str, Any]], None]) -> None:
     """Of the drafter of `reasoner-e2e`: 4,096 tokens, four depths, lengths as that run's."""
-    spec = model_spec(
-        {
-            "model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 64,
-            "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": SIZE, "vocab_size": 96,
-            "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": True,
-        }
-    )  # fmt: skip
+    spec = model_spec(SHAPE)
     trainer = DrafterTrainer(spec, DrafterConfig(unroll=4, pack_tokens=4096), 1.0, torch.device("cuda"))
     trainer._drafter.reset(torch.Generator(device="cuda").manual_seed(0))
     embed = torch.randn(spec.vocab_size, spec.hidden_size, device="cuda")
