@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,26 @@ from torch import Tensor
 def all_finite(tensor: Tensor) -> bool:
     """No NaN and no infinity. The smallest and the largest number show both, since a NaN makes both NaN; on a CPU that
     is 20 times faster than to look at each number by `isfinite`."""
-    if tensor.numel() == 0 or not tensor.is_floating_point():
-        return True
+    return _cannot_be_bad(tensor) or bool(_finite(tensor))
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of those that hold NaN or infinity. Of tensors on a GPU it is asked once, not for each: the processor would
+    wait for the GPU as often."""
+    asked = {name: t for name, t in tensors.items() if not _cannot_be_bad(t)}
+    answers = {name: _finite(t) for name, t in asked.items()}
+    bad = set[str]()
+    for device in {t.device for t in asked.values()}:
+        there = [name for name, t in asked.items() if t.device == device]
+        fine = torch.stack([answers[name] for name in there]).tolist()
+        bad |= {name for name, good in zip(there, fine, strict=True) if not good}
+    return [name for name in asked if name in bad]
+
+
+def _cannot_be_bad(tensor: Tensor) -> bool:
+    return tensor.numel() == 0 or not tensor.is_floating_point()
+
+
+def _finite(tensor: Tensor) -> Tensor:
     smallest, largest = torch.aminmax(tensor)
-    return bool(torch.isfinite(smallest) & torch.isfinite(largest))
+    return torch.isfinite(smallest) & torch.isfinite(largest)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.core.errors import WeightError
-from services.models.finite import all_finite
+from services.models.finite import not_finite
 from services.models.kv import KVStore, PackedKV
 from services.models.layers import (
     LayerWeights,
@@ -70,9 +70,8 @@ def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], what: str) -> None:
     """All-or-nothing gate of every weight load: the names and shapes must match exactly and be finite."""
     check_shapes(tensors, expected, what)
-    for name in expected:
-        if not all_finite(tensors[name]):
-            raise WeightError(f"{what} load refused, nothing changed: {name} holds NaN or infinity")
+    if bad := not_finite(tensors):
+        raise WeightError(f"{what} load refused, nothing changed: {bad[0]} holds NaN or infinity")
 
 
 def check_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], what: str) -> None:

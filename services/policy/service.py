@@ -21,8 +21,8 @@ from services.models.layers import ModelSpec, model_spec
 from services.models.methods import drafter_method
 from services.models.target import check_tensors, target_names
 from services.policy.checkpoint import KIND, DrafterTree, Restored, restore, take_snapshot
+from services.policy.gather import gathered
 from services.policy.residence import movable
-from services.policy.sharding import whole
 from services.policy.team import ALONE, Team
 from services.policy.trainer import PolicyTrainer
 from services.weights.checkpoint import CheckpointWriter
@@ -85,13 +85,14 @@ class PolicyService:
     @torch.no_grad()
     def publish(self, device: torch.device | str = "cpu") -> tuple[int, dict[str, Tensor]]:
         """(policy_version, copies of all weights on `device` by Hugging Face name); a tied LM head is left out."""
-        team, tensors = self._trainer.team, dict[str, Tensor]()
-        for name, parameter in self._trainer.model.named_parameters():  # a tied LM head is the embedding
-            full = whole(self._trainer.residence.at_hand(parameter.detach()))
-            if team.leads:
-                tensors[name] = full.to(device, self._publish_dtype, copy=True)
-        if not team.leads:
+        leads, at_hand = self._trainer.team.leads, self._trainer.residence.at_hand
+        # a tied LM head is the embedding
+        named = {name: at_hand(p.detach()) for name, p in self._trainer.model.named_parameters()}
+        copies = gathered(list(named.values()), self._publish_dtype, leads)
+        if not leads:
+            list(copies)  # none: it takes part
             return self.version, {}
+        tensors = {name: copy.to(device) for name, copy in zip(named, copies, strict=True)}
         # A diverged policy must not reach the engines: refused here, they keep the version they serve.
         check_tensors(tensors, target_names(self._spec), "policy")
         return self.version, tensors

@@ -22,6 +22,7 @@ from services.core.errors import BatchError, ConfigError, WaitTimeoutError, Weig
 from services.core.selector import SelectorState
 from services.core.types import ServedVersions, StrategySpan
 from services.rollout.sglang.arguments import sampling_arguments
+from services.rollout.sglang.bundle import bundled
 from services.rollout.sglang.capture import KEEP
 from services.rollout.sglang.captured import CapturedStates, capture_file, read_capture
 from services.rollout.sglang.graphs import CapturedGraphs
@@ -174,7 +175,7 @@ class SGLangHandle:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         # Each rank opens the memory itself: a payload is good for one reader.
-        payloads = [MultiprocessingSerializer.serialize(moved) for _ in range(self._tp)]
+        payloads = [MultiprocessingSerializer.serialize(bundled(moved)) for _ in range(self._tp)]
         ok, message = await self._manager.update_weights_from_tensor(
             UpdateWeightsFromTensorReqInput(
                 serialized_named_tensors=payloads,

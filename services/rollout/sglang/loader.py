@@ -16,7 +16,7 @@ from torch import Tensor
 
 from services.core.errors import WeightError
 from services.models.drafter import OWN_HEAD
-from services.models.finite import all_finite
+from services.models.finite import not_finite
 
 PREFIX = "longtail"
 VERSION = "longtail_version"  # attribute of SGLang's model; None before the first load
@@ -73,8 +73,7 @@ def _check(model: Any, kind: str, tensors: Mapping[str, Tensor]) -> None:
     lost = [name for name in tensors if not _known(parameters, kind, name)]
     if lost:
         raise WeightError(f"{kind} load refused, nothing changed: the engine's model has no {lost[:3]}")
-    bad = [name for name, t in tensors.items() if not all_finite(t)]
-    if bad:
+    if bad := not_finite(tensors):
         raise WeightError(f"{kind} load refused, nothing changed: {bad[:3]} hold NaN or infinity")
 
 

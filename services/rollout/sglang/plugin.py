@@ -7,13 +7,14 @@ of its code is changed. Beside `switching`, `catching_up`, `launch` and `start`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from services.core.errors import ConfigError, WeightError
+from services.rollout.sglang.bundle import opened
 from services.rollout.sglang.capture import KEEP, StateCapture
 from services.rollout.sglang.handle import Kind
 from services.rollout.sglang.loader import load_part, parse_order, served_version
@@ -27,6 +28,7 @@ from services.rollout.sglang.switching import (
     tell_learned,
     told_state,
 )
+from services.weights.parts import NamedTensors
 
 PLUGIN_GROUP, PLUGIN_NAME = "sglang.srt.plugins", "longtail"
 STATE_KEY = "longtail"
@@ -89,13 +91,12 @@ def _load(original: Callable[..., Any], worker: Any, kind: Kind, model: Any, req
     return True, f"{order.kind} version {order.version}"
 
 
-def _tensors(request: Any, rank: int) -> Iterable[tuple[str, Tensor]]:
+def _tensors(request: Any, rank: int) -> NamedTensors:
     from sglang.srt.utils.common import MultiprocessingSerializer
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
     monkey_patch_torch_reductions()
-    named: Iterable[tuple[str, Tensor]] = MultiprocessingSerializer.deserialize(request.serialized_named_tensors[rank])
-    return named
+    return opened(MultiprocessingSerializer.deserialize(request.serialized_named_tensors[rank]))
 
 
 def _flush_cache(original: Callable[..., bool], scheduler: Any, empty_cache: bool = True) -> bool:

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.models.finite import all_finite
+from services.models.finite import all_finite, not_finite
 
+BAD = (float("nan"), float("inf"), float("-inf"))
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,3 +32,10 @@ def test_what_holds_no_bad_number_by_nature(tensor: torch.Tensor) -> None:
 
 def test_a_scalar() -> None:
     assert not all_finite(torch.tensor(float("nan")))
+
+
+@given(st.lists(st.tuples(st.sampled_from(FLOATS), st.integers(0, 9), st.sampled_from([0.5, *BAD])), max_size=12))
+def test_of_many_at_once_the_same_are_found_as_one_by_one(kinds: list[tuple[torch.dtype, int, float]]) -> None:
+    tensors = {f"t{i}": torch.full((size, 2), value).to(dtype) for i, (dtype, size, value) in enumerate(kinds)}
+    tensors |= {"ids": torch.tensor([1, 2]), "scalar": torch.tensor(float("nan"))}
+    assert not_finite(tensors) == [name for name, t in tensors.items() if not all_finite(t)]

@@ -15,6 +15,7 @@ from torch import Tensor
 from services.models.eagle import Eagle
 from services.models.target import target_names
 from services.rollout.sglang import plugin
+from services.rollout.sglang.bundle import bundled
 from services.rollout.sglang.capture import KEEP
 from services.rollout.sglang.captured import CapturedStates, capture_file, read_capture
 from services.rollout.sglang.loader import LoadOrder, serve_parts, served_version
@@ -89,7 +90,7 @@ def drafter() -> FusedModel:
 
 
 def request(load_format: str | None, *ranks: list[tuple[str, Tensor]]) -> UpdateWeightsFromTensorReqInput:
-    payloads = [MultiprocessingSerializer.serialize(named) for named in ranks]
+    payloads = [MultiprocessingSerializer.serialize(bundled(named)) for named in ranks]
     return UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, load_format=load_format)
 
 
