@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from services.models.capture import target_states
+from services.models.norms import use_fused_norms
 from services.models.packed import use_packed_attention
 from services.models.sampling import process_logits
 from services.policy.packs import Pack
@@ -35,12 +36,14 @@ class Scores(NamedTuple):
 
 
 class Scorer(nn.Module):
-    """The policy, with packed attention, as a module whose forward is the whole of scoring: sharded weights are
-    gathered by hooks around a module's forward, and transformers' own would be called for its decoder alone."""
+    """The policy, with packed attention and fused norms, as a module whose forward is the whole of scoring: sharded
+    weights are gathered by hooks around a module's forward, and transformers' own would be called for its decoder
+    alone."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         use_packed_attention(model)
+        use_fused_norms(model)
         self.model = model
 
     def forward(self, pack: Pack, aux_layers: Sequence[int] = ()) -> Scores:
