@@ -32,13 +32,8 @@ from services.rollout.sglang.switching import (
     tell_learned,
     told_state,
 )
-from tests.services.rollout.sglang.scheduling import (
-    GRAPHS,
-    Request,
-    SwitchingScheduler,
-    graph_capture,
-    install_graphs,
-)
+from tests.services.rollout.sglang.graphing import GRAPHS, graph_capture, install_graphs
+from tests.services.rollout.sglang.scheduling import Request, SwitchingScheduler
 from tests.services.rollout.sglang.standins import HookRegistry, Scheduler, install
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16]
