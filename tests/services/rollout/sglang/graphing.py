@@ -164,9 +164,6 @@ def install_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the plug-in looks for what it needs to capture graphs itself, for one test."""
     members: dict[str, dict[str, Any]] = {
         "environ": {"envs": envs},
-        "layers": {},
-        "layers.attention": {},
-        "layers.attention.flashattention_backend": {"FlashAttentionBackend": FlashAttentionBackend},
         "model_executor": {},
         "model_executor.cuda_graph_config": {
             "Backend": Backend, "Phase": Phase, "check_cuda_graph_backend": check_cuda_graph_backend,

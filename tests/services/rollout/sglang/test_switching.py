@@ -132,6 +132,12 @@ def test_who_switches_graphs_off_has_none(
     assert worker.cuda_graph_runner_for_draft_extend is None
 
 
+def test_with_another_attention_nothing_of_sglang_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.startswith("sglang.srt.model_executor") or n == "sglang.srt.environ"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert len(started(tmp_path).draft_worker.adaptive_controller._states) == len(DEPTHS)
+
+
 def test_whoever_brings_a_stream_captures_on_it(tmp_path: Path) -> None:
     mine = object()
     with shared_streams(), graph_capture() as shared, graph_capture(stream=mine) as brought:
