@@ -5,7 +5,8 @@ and goes on from there. The first go of each cell is not counted: it compiles ke
 prefix cache of an engine that has one. Milliseconds are from the first request's start to the last one's end, divided
 by the rounds of the request with the most. With OFF a round is a token. An engine that switches between strategies runs
 OFF as a round without drafts, in which its drafter keeps up; `--set 'speculation.selector={type: fixed, strategy:
-{drafter: off}}'` measures one without a drafter.
+{drafter: off}}'` measures one without a drafter. Beside it the processor time of the process that computes most: where
+that is as much as a round takes, a faster GPU would not help.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
+
+import psutil
 
 from deploy.bench_server import EPOCH, loaded_server
 from deploy.inputs import load_inputs
@@ -41,7 +44,8 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one cell took with one strategy; `rounds`: how many were measured."""
+    """What one cell took with one strategy; `rounds`: how many were measured; `processor_ms`: processor time, by rounds,
+    of the process that took most (SGLang's scheduler, this one with the native engine), with prefill and being asked."""
 
     running: int
     context: int
@@ -50,6 +54,7 @@ class Row:
     tokens_per_s: float
     acceptance_length: float | None
     rounds: int
+    processor_ms: float
 
 
 def parse_cells(text: str) -> tuple[Cell, ...]:
@@ -85,7 +90,7 @@ class Rounds:
         """Goes of `tokens` tokens each until `seconds` have been measured."""
         contexts = [known[: max(1, cell.context - i)] for i in range(cell.running)]  # no two alike
         self._go(contexts, tokens, strategy)
-        took, rounds, made, steps = 0.0, 0, 0, 0
+        took, rounds, made, steps, before = 0.0, 0, 0, 0, processor_seconds()
         while took < seconds:
             finished = self._go(contexts, tokens, strategy)
             took += max(r.finished_s for r in finished) - min(r.started_s for r in finished)
@@ -93,9 +98,9 @@ class Rounds:
             made += sum(len(r.response_ids) for r in finished)
             steps += sum(_rounds(r, strategy) for r in finished)
         length = None if strategy == OFF.name else round(made / steps, 3)
-        return Row(
-            cell.running, cell.context, strategy, round(1000 * took / rounds, 3), round(made / took), length, rounds
-        )
+        busiest = max(s - before.get(pid, 0.0) for pid, s in processor_seconds().items())
+        ms, processor_ms = (round(1000 * s / rounds, 3) for s in (took, busiest))
+        return Row(cell.running, cell.context, strategy, ms, round(made / took), length, rounds, processor_ms)
 
     def _go(self, contexts: Sequence[Sequence[int]], tokens: int, strategy: str) -> list[Rollout]:
         self._service.set_strategy(strategy, EPOCH)
@@ -115,6 +120,18 @@ class Rounds:
                 )
             finished += self._service.advance(0.05, EPOCH).finished
         return finished
+
+
+def processor_seconds() -> dict[int, float]:
+    """By process, of this one and those that it started, until now."""
+    found, here = dict[int, float](), psutil.Process()
+    for process in (here, *here.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:  # it ended meanwhile
+            continue
+        found[process.pid] = times.user + times.system
+    return found
 
 
 def _rounds(rollout: Rollout, strategy: str) -> int:
@@ -155,5 +172,5 @@ def _line(row: Row) -> str:
     length = "-" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
     return (
         f"{row.running:4d} x {row.context:5d}  {row.strategy:16} {row.ms:8.2f} ms a round  "
-        f"acceptance length {length:>5}  {row.tokens_per_s:8.0f} tokens/s"
+        f"processor {row.processor_ms:6.2f} ms  acceptance length {length:>5}  {row.tokens_per_s:8.0f} tokens/s"
     )
