@@ -44,8 +44,8 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one cell took with one strategy; `rounds`: how many were measured; `processor_ms`: processor time, by rounds,
-    of the process that took most (SGLang's scheduler, this one with the native engine), with prefill and being asked."""
+    """What one cell took with one strategy; `rounds`: how many were measured. `processor_ms`: processor time by rounds,
+    of the process that took most (SGLang's scheduler, this one with the native engine), prefill included."""
 
     running: int
     context: int
