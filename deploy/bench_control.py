@@ -26,6 +26,7 @@ import ray
 
 from deploy.cluster import start_coordinator
 from deploy.modes import in_mode
+from deploy.processes import processor_s
 from deploy.provenance import provenance
 from deploy.session import ray_session
 from deploy.simulating import Question, scenario_of, sized
@@ -145,7 +146,7 @@ def _follow(coordinator: Any, hosts: Sequence[psutil.Process], limit_s: float) -
 
 
 def _cpu_s(processes: Sequence[psutil.Process]) -> float:
-    return sum(t.user + t.system for t in (p.cpu_times() for p in processes))
+    return sum(map(processor_s, processes))
 
 
 def bucket_quantile(metric: str, numbers: Sequence[float], share: float) -> float:

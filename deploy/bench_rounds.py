@@ -21,6 +21,7 @@ import psutil
 
 from deploy.bench_server import EPOCH, loaded_server
 from deploy.inputs import load_inputs
+from deploy.processes import descendants, processor_s
 from deploy.provenance import provenance
 from services.config.naming import strategy_name
 from services.config.schema import ClusterConfig, SGLangEngine
@@ -124,13 +125,12 @@ class Rounds:
 
 def processor_seconds() -> dict[int, float]:
     """By process, of this one and those that it started, until now."""
-    found, here = dict[int, float](), psutil.Process()
-    for process in (here, *here.children(recursive=True)):
+    found = dict[int, float]()
+    for process in (psutil.Process(), *descendants()):
         try:
-            times = process.cpu_times()
+            found[process.pid] = processor_s(process)
         except psutil.NoSuchProcess:  # it ended meanwhile
             continue
-        found[process.pid] = times.user + times.system
     return found
 
 

@@ -12,6 +12,12 @@ def descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
+def processor_s(process: psutil.Process) -> float:
+    """Processor seconds until now, in user code and in the kernel's. psutil.NoSuchProcess for one that has ended."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
 def end_processes(processes: list[psutil.Process]) -> None:
     """Wait until all have ended; what outlives its grace is killed. They were seen as our own children."""
     _, alive = psutil.wait_procs(processes, timeout=GRACE_S)

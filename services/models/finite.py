@@ -17,14 +17,11 @@ def all_finite(tensor: Tensor) -> bool:
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Names of those that hold NaN or infinity. Of tensors on a GPU it is asked once, not for each: the processor would
     wait for the GPU as often."""
-    asked = {name: t for name, t in tensors.items() if not _cannot_be_bad(t)}
-    answers = {name: _finite(t) for name, t in asked.items()}
-    bad = set[str]()
-    for device in {t.device for t in asked.values()}:
-        there = [name for name, t in asked.items() if t.device == device]
-        fine = torch.stack([answers[name] for name in there]).tolist()
-        bad |= {name for name, good in zip(there, fine, strict=True) if not good}
-    return [name for name in asked if name in bad]
+    answers = {name: _finite(t) for name, t in tensors.items() if not _cannot_be_bad(t)}
+    if not answers:
+        return []
+    together = torch.stack([a.to(next(iter(answers.values())).device) for a in answers.values()])
+    return [name for name, fine in zip(answers, together.tolist(), strict=True) if not fine]
 
 
 def _cannot_be_bad(tensor: Tensor) -> bool:

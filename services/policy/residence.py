@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from services.models.device import free_cache
 from services.policy.sharding import like_shards_of, own
+from services.weights.parts import bytes_of
 
 
 class Residence:
@@ -45,7 +46,7 @@ class Residence:
         leaving = [storage for storage in self._owned(tensors) if storage._cdata not in self._gone]
         for storage in leaving:
             self._host[storage._cdata] = copy = self._room_for(storage)
-            copy.copy_(_flat(storage), non_blocking=True)
+            copy.copy_(bytes_of(storage), non_blocking=True)
         self._settle()
         for storage in leaving:
             storage.resize_(0)
@@ -60,7 +61,7 @@ class Residence:
             if storage._cdata in self._gone:
                 copy = self._host[storage._cdata]
                 storage.resize_(copy.nbytes)
-                _flat(storage).copy_(copy, non_blocking=True)
+                bytes_of(storage).copy_(copy, non_blocking=True)
                 self._gone.remove(storage._cdata)
         self._settle()
         self.away = False
@@ -95,10 +96,6 @@ class Residence:
     def _settle(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _flat(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 
 def movable(tensor: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from services.weights.parts import bytes_of
+
 LENGTH_BYTES = 4  # in front of a handle; a length of 0: there is none
 WRITTEN, REFUSED = b"\n", b"!"
 
@@ -23,8 +25,7 @@ def room(num_bytes: int, device: torch.device) -> Tensor:
     """uint8 [num_bytes] that another process can map."""
     if device.type == "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    storage = UntypedStorage._new_using_filename_cpu(num_bytes)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+    return bytes_of(UntypedStorage._new_using_filename_cpu(num_bytes))
 
 
 def exported(buffer: Tensor) -> bytes:
@@ -41,7 +42,7 @@ def mapped(handle: bytes, device: torch.device) -> Tensor:
         storage = UntypedStorage._new_shared_cuda(torch.cuda._utils._get_device_index(device, True), *facts[1:])
     else:
         storage = UntypedStorage._new_shared_filename_cpu(*facts)
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    return bytes_of(storage)
 
 
 class MappedPair:

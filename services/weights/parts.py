@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from services.core.errors import TransferError, WeightError
 
@@ -38,8 +38,7 @@ class Incoming(Protocol):
         """End the transfer where it is, also while another thread waits for a part. Nothing when it came to its end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """One tensor: name, number format as torch spells it ("bfloat16"), and where in its part's bytes it lies."""
 
     name: str
@@ -47,6 +46,15 @@ class Placed:
     shape: tuple[int, ...]
     start: int
     num_bytes: int
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, start: int) -> Self:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name, dtype, tuple(tensor.shape), start, tensor.numel() * tensor.element_size())
+
+    def seen_in(self, buffer: Tensor) -> Tensor:
+        """In place. Raises WeightError for a number format that torch does not have."""
+        return buffer[self.start : self.start + self.num_bytes].view(_dtype(self.dtype)).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +89,8 @@ def plan(tensors: Mapping[str, Tensor], part_bytes: int) -> Manifest:
         if placed and _aligned(end) + size > part_bytes:
             parts.append(Part(end, tuple(placed)))
             placed, end = [], 0
-        start = _aligned(end)
-        placed.append(Placed(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, size))
-        end = start + size
+        placed.append(Placed.of(name, tensor, _aligned(end)))
+        end = _aligned(end) + size
     return Manifest((*parts, Part(end, tuple(placed)))) if placed else Manifest(tuple(parts))
 
 
@@ -110,7 +117,12 @@ def unpack(part: Part, buffer: Tensor, mark: int) -> NamedTensors:
     words = buffer.view(torch.int64)
     if not bool(words[-1] == words[:-1].sum() + mark):
         raise TransferError(f"a part of {part.num_bytes} bytes arrived damaged or not at all")
-    return [(p.name, buffer[p.start : p.start + p.num_bytes].view(_dtype(p.dtype)).view(p.shape)) for p in part.tensors]
+    return [(placed.name, placed.seen_in(buffer)) for placed in part.tensors]
+
+
+def bytes_of(storage: UntypedStorage) -> Tensor:
+    """All of it, uint8, in place."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -17,7 +17,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from services.models.norms import _fused
 
 NEEDS_MODEL = False  # for the folder's conftest
-pytestmark = pytest.mark.gpu
 TOKENS, REPEATS = 8192, 15
 # Of `reasoner-e2e`: the stream, and the heads of queries and of keys.
 SHAPES = {"stream": (TOKENS, 2048), "queries": (TOKENS, 32, 64), "keys": (TOKENS, 4, 64)}

@@ -27,7 +27,6 @@ from services.models.target import target_names
 from tests.actors.transfers import Receiver, Shapes, sender_class
 
 NEEDS_MODEL = False  # for the folder's conftest
-pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
 two_gpus = pytest.mark.skipif(GPUS < 2, reason="NCCL connects two GPUs: this machine has fewer")
 

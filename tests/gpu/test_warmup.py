@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from deploy.warmup import run_warmup
 from services.config.load import load_config
 from tests.gpu.cases import PRESETS
 
 NEEDS_MODEL = False  # for the folder's conftest
-pytestmark = pytest.mark.gpu
 OVERRIDES = (
     "model.device=cuda", "warmup.steps=20", "warmup.drafter_steps=5", "warmup.drafter_rollouts=8",
     "warmup.eval_prompts=8", "warmup.drafter_methods=[eagle, eagle3]",

@@ -6,17 +6,16 @@ seen in one buffer: 705 of them in six, with 64 layers. What is left is as many 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from services.weights.parts import NamedTensors
+from services.weights.parts import NamedTensors, Placed, bytes_of
 
-# Name, number of its buffer, number format as torch spells it, shape, first byte. Plain values: SGLang's processes
-# refuse to unpickle classes that they do not know.
-View = tuple[str, int, str, tuple[int, ...], int]
+# Number of its buffer, and where it lies there: a `Placed`'s fields as plain values, since SGLang's processes refuse to
+# unpickle classes that they do not know.
+View = tuple[int, tuple[Any, ...]]
 Bundle = tuple[list[Tensor], list[View]]
 
 
@@ -28,18 +27,14 @@ def bundled(named: Iterable[tuple[str, Tensor]]) -> Bundle:
         storage = flat.untyped_storage()
         if storage._cdata not in numbers:
             numbers[storage._cdata] = len(buffers)
-            buffers.append(torch.empty(0, dtype=torch.uint8, device=flat.device).set_(storage))  # type: ignore[call-overload]
-        dtype, first = str(flat.dtype).removeprefix("torch."), flat.storage_offset() * flat.element_size()
-        views.append((name, numbers[storage._cdata], dtype, tuple(flat.shape), first))
+            buffers.append(bytes_of(storage))
+        placed = Placed.of(name, flat, flat.storage_offset() * flat.element_size())
+        views.append((numbers[storage._cdata], tuple(placed)))
     return buffers, views
 
 
 def opened(bundle: Bundle) -> NamedTensors:
     """The tensors, in the buffers' memory."""
     buffers, views = bundle
-    found: NamedTensors = []
-    for name, number, dtype_name, shape, first in views:
-        dtype = getattr(torch, dtype_name)
-        seen = buffers[number][first : first + math.prod(shape) * dtype.itemsize]
-        found.append((name, seen.view(dtype).view(shape)))
-    return found
+    placed = [(number, Placed(*fields)) for number, fields in views]
+    return [(p.name, p.seen_in(buffers[number])) for number, p in placed]

@@ -12,12 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 BACKEND = "FlashAttentionBackend"  # SGLang's class, by name: importing it needs kernels that not every GPU has
-RUNNER = "cuda_graph_runner_for_draft_extend"  # attribute of SGLang's draft worker; None: kernel by kernel
 
 
 def capture_catching_up(worker: Any) -> None:
     """Behind SGLang's own capture of the drafter's graphs: the one that it left out, of the same sizes."""
-    if getattr(worker, RUNNER, None) is not None or type(worker.draft_extend_attn_backend).__name__ != BACKEND:
+    there = worker.cuda_graph_runner_for_draft_extend is not None  # None: kernel by kernel
+    if there or type(worker.draft_extend_attn_backend).__name__ != BACKEND:
         return
     from sglang.srt.environ import envs
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
@@ -25,4 +25,4 @@ def capture_catching_up(worker: Any) -> None:
 
     off = check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED) or envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.get()
     if not off:
-        setattr(worker, RUNNER, EAGLEDraftExtendCudaGraphRunner(worker))
+        worker.cuda_graph_runner_for_draft_extend = EAGLEDraftExtendCudaGraphRunner(worker)

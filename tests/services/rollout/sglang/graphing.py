@@ -7,15 +7,14 @@ asks for; arguments are read-only after the start.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.services.rollout.sglang.standins import HookRegistry
+from tests.services.rollout.sglang.standins import HookRegistry, put_module
 
 SRT = "sglang.srt"
 
@@ -174,6 +173,4 @@ def install_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         },
     }  # fmt: skip
     for name, values in members.items():
-        module = ModuleType(f"{SRT}.{name}")
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+        put_module(monkeypatch, f"{SRT}.{name}", **values)

@@ -265,17 +265,21 @@ MODULES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+def put_module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> ModuleType:
+    """Where imports find it, for one test."""
+    module = ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """Put the stand-ins where imports find them, for one test."""
     HookRegistry.hooks.clear()
-    modules = {}
-    for name, members in MODULES.items():
-        module = ModuleType(name)
-        for member in members:
-            setattr(module, member.__name__, member)
-        if name.endswith("patch_torch"):
-            module.monkey_patch_torch_reductions = lambda: None  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, name, module)
-        modules[name] = module
+    modules = {
+        name: put_module(monkeypatch, name, **{member.__name__: member for member in members})
+        for name, members in MODULES.items()
+    }
+    vars(modules["sglang.srt.utils.patch_torch"])["monkey_patch_torch_reductions"] = lambda: None
     modules["sglang"].__version__ = "0.5.17"  # type: ignore[attr-defined]
     return modules

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ from services.rollout.sglang.switching import (
 )
 from tests.services.rollout.sglang.graphing import GRAPHS, graph_capture, install_graphs
 from tests.services.rollout.sglang.scheduling import Request, SwitchingScheduler
-from tests.services.rollout.sglang.standins import HookRegistry, Scheduler, install
+from tests.services.rollout.sglang.standins import HookRegistry, Scheduler, install, put_module
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16]
 RANDOM = (
@@ -51,9 +51,7 @@ def context(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     install_graphs(monkeypatch)
     plugin.register()
     context = SimpleNamespace(_overrides_log=[])
-    module = ModuleType("sglang.srt.runtime_context")
-    module.get_context = lambda: context  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    put_module(monkeypatch, "sglang.srt.runtime_context", get_context=lambda: context)
     return context
 
 
