@@ -34,7 +34,8 @@ class Releases:
         self._turn = turn
         self._version = 0
         self._asked: Blob | None = None  # the live state that was last asked about
-        self._answers_due: dict[int, int] = {}  # slots that have not told of it yet: their trainer's losses until then
+        self._answers_due: dict[int, int] = {}  # slots that have not answered yet: their trainer's losses until then
+        self._exported: Blob | None = None  # of that state, for the rollout servers
         self.gain: float | None = None
         self.estimates: dict[str, AcceptanceEstimate] = {}
 
@@ -54,8 +55,9 @@ class Releases:
     def estimate(self, live: Blob | None) -> None:
         """Ask how well the live, the served and the first drafter fit the newest hidden states, before any of it is
         trained on; None in a step without any, of which nothing can be said. Rollout waits for the answers: each
-        trainer is asked about some of them, and nobody twice about the same state."""
-        self.estimates, self._asked, self.gain = {}, live, None
+        trainer is asked about some of them, and nobody twice about the same state. What turns out better is exported
+        at once: mostly the policy still trains, or is still being published."""
+        self.estimates, self._asked, self._exported, self.gain = {}, live, None, None
         newest, up = self._trainers.newest, self._trainers.up
         self._answers_due = {}
         if newest is None or not up or live is None or self._served is None or self._frozen is None:
@@ -78,6 +80,8 @@ class Releases:
             del due[slot]
             for names, estimate in zip(groups, estimates, strict=True):
                 self.estimates |= {name: replace(estimate, drafter=name) for name in names}
+            if not due and self._is_better():
+                self._export_beside(due)
 
         def gone(reason: str) -> None:
             del due[slot]
@@ -88,8 +92,24 @@ class Releases:
         due[slot] = trainers.losses[slot]
         trainers.identified(slot, ask)
 
+    def _export_beside(self, due: dict[int, int]) -> None:
+        trainers, live, slot = self._trainers, self._asked, next(iter(self._trainers.up), None)
+        if live is None or slot is None:
+            return
+        pending, blob = trainers.clients[slot].export(live)
+        due[slot] = trainers.losses[slot]
+
+        def exported(_: int) -> None:
+            del due[slot]
+            self._exported = blob
+
+        def gone(reason: str) -> None:
+            del due[slot]
+
+        trainers.post(slot, pending, exported, gone)
+
     def settle(self) -> None:
-        """Wait until whoever was asked by `estimate` has answered, or is lost."""
+        """Wait until whoever was asked because of `estimate` has answered, or is lost."""
         while any(self._trainers.losses[slot] == before for slot, before in self._answers_due.items()):
             self._turn()
 
@@ -113,27 +133,36 @@ class Releases:
         if live is None or live is self._served:
             return None
         self.settle()
+        self.gain = self._found_gain()
         if not self._is_better():
+            self._tell_kept()
             return None
-        published = self._export(live, self._version + 1)
+        version, exported = self._version + 1, self._exported
+        published = self._export(live, version) if exported is None else Published(version, exported)
         if published is not None:
             self._version, self._served = published.version, live
         return published
 
-    def _is_better(self) -> bool:
+    def _found_gain(self) -> float | None:
         new, old = (self.estimates.get(name) for name in ("live", "served"))
         if new is None or old is None:
-            return False  # a trainer was lost before it answered: the next step asks again
-        self.gain = new.acceptance_length / old.acceptance_length - 1
-        if new.acceptance_length > old.acceptance_length:
-            return True
+            return None  # a trainer was lost before it answered: the next step asks again
+        return new.acceptance_length / old.acceptance_length - 1
+
+    def _is_better(self) -> bool:
+        gain = self._found_gain()
+        return gain is not None and gain > 0
+
+    def _tell_kept(self) -> None:
+        if self.gain is None:
+            return
+        new, old = (self.estimates[name].acceptance_length for name in ("live", "served"))
         self._tell(
             "drafter_kept",
             "drafter",
-            f"drafter version {self._version} stays: acceptance length {old.acceptance_length:.3f} on new rollouts, "
-            f"{new.acceptance_length:.3f} with what was learned since",
+            f"drafter version {self._version} stays: acceptance length {old:.3f} on new rollouts, "
+            f"{new:.3f} with what was learned since",
         )
-        return False
 
     def _export(self, state: Blob, version: int) -> Published | None:
         """A trainer lost during the export is told; the next one is asked, and failing all, the next step."""

@@ -10,8 +10,9 @@ from tests.gpu.cases import PRESETS
 
 NEEDS_MODEL = False  # for the folder's conftest
 OVERRIDES = (
-    "model.device=cuda", "warmup.steps=20", "warmup.drafter_steps=5", "warmup.drafter_rollouts=8",
-    "warmup.eval_prompts=8", "warmup.drafter_methods=[eagle, eagle3]",
+    "model.device=cuda", "placement.gpus_per_slot=0.5", "placement.policy_gpus=0.5", "warmup.steps=20",
+    "warmup.drafter_steps=5", "warmup.drafter_rollouts=8", "warmup.eval_prompts=8",
+    "warmup.drafter_methods=[eagle, eagle3]",
 )  # fmt: skip
 
 

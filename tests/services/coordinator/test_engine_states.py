@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -101,6 +102,53 @@ def test_the_drafter_is_judged_while_the_policy_trains(world: Any, wanted: str) 
     coordinator.run()
     assert " ".join(order) == " ".join([wanted] * 3)
     assert all(m.acceptance_length_live_offline is not None for m in built.observer.steps[1:])
+
+
+def test_what_is_better_is_exported_before_anybody_waits_for_it() -> None:
+    """While the policy trains or publishes, which takes longer than an answer of a fake; once for each version."""
+    built, order = with_engine_states(), list[str]()
+    coordinator = built.coordinator
+    publish, ask = coordinator.publish_drafter, coordinator._ask_policy
+
+    def slowly(pending: Any) -> Any:
+        for _ in range(8):
+            coordinator._calls.turn(0.01)
+        return ask(pending)
+
+    def published() -> None:
+        order.append("publish")
+        publish()
+
+    class Exporting(FakeDrafter):
+        def export(self, state: Any) -> Any:
+            order.append("export")
+            return super().export(state)
+
+    for i, drafter in enumerate(built.drafters):
+        drafter.instance = Exporting(i, built.clock)
+    coordinator.publish_drafter, coordinator._ask_policy = published, slowly
+    coordinator.run()
+    versions = [m.drafter_version for m in built.observer.steps]
+    assert versions[-1] > 0
+    wanted = ["publish", "export"]  # the first version, which is given
+    for before, after in pairwise([0, *versions]):
+        wanted += ["export"] * (after - before) + ["publish"]
+    assert order == wanted
+
+
+def test_another_trainer_exports_when_one_is_lost_over_it() -> None:
+    class Dying(FakeDrafter):
+        def export(self, state: Any) -> Any:
+            if state["trained"]:
+                world.drafters[0].kill()
+                raise ServiceLostError("drafter-0", "killed")
+            return super().export(state)
+
+    world = world_of()
+    world.drafters[0].instance = Dying(0, world.clock)
+    summary = world.coordinator.run()
+    assert summary["status"] == "finished" and summary["drafter_version"] >= 1
+    assert [e.subject for e in world.observer.events if e.kind == "drafter_lost"] == ["drafter-0"]
 
 
 def test_only_work_of_a_step_asks_for_states() -> None:
