@@ -295,6 +295,7 @@ class Coordinator:
             self._turns.end()
             self._drafting.leave()
             self._fleet.open_all()
+        self._drafting.prepare()
         self._telemetry.loaded(self._clock() - start)
 
     def _salvage(self) -> None:

@@ -11,7 +11,8 @@ between slots, and a killed trainer costs at most its part of one round.
 
 A state of a large drafter is a gigabyte, as much to copy as a micro-step or two to compute. So a slot that leaves is
 free with its last micro-step and its trainer hands in afterwards, beside whoever has the slot then; and when nobody
-trains any more, all trainers take over what it came to, so that the next ones to join begin at once.
+trains any more, all trainers take over what it came to, so that the next ones to join begin at once. At the end of a
+phase they do when they are told to: what is decided by this state comes first.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ class Drafting:
         self._lanes: dict[int, _Lane] = {}
         self._waiting: set[int] = set()  # slots whose lane waits for the round to end
         self._keeping = False  # their leases
+        self._all_left = False  # on request: `prepare` comes when what is decided by `live` is decided
+        self._prepared = initial  # the state that all trainers took over last
         self._numbers = _Numbers()
         self._round = _Round(0.0)
         self.progress: list[DrafterProgress] = []
@@ -124,6 +127,7 @@ class Drafting:
     def start(self, slot: int) -> None:
         """Lease an IDLE slot to its trainer and let it join the round, or begin one."""
         assert slot not in self._lanes
+        self._all_left = False
         lease = self._leases.change(slot, SlotState.DRAFTING, self._leases[slot].epoch, self._clock())
         lane = _Lane(slot, lease.epoch, self._numbers.take())
         closing = self._round.due or bool(self._round.merging)
@@ -149,6 +153,7 @@ class Drafting:
                 self._trainers.post(slot, self._trainers.clients[slot].interrupt(lane.epoch))
 
     def stop_all(self) -> None:
+        self._all_left = True
         self.stop(self.slots)
 
     def leave(self) -> None:
@@ -159,12 +164,22 @@ class Drafting:
             self._fleet.expire()
 
     def finish(self) -> None:
-        """Stop, and wait until no slot trains and `live` holds all that was learned. Only leases of those that train
-        run out meanwhile: a policy that has the slots by then is heard of when it is done."""
+        """Stop, and wait until no slot trains and `live` holds all that was learned; `prepare` is left to the caller.
+        Only leases of those that train run out meanwhile: a policy that has the slots by then is heard of when it is
+        done."""
         self.leave()
         while self._round.handing or self._round.merging or self._round.parts:
             self._calls.turn()
             self._close_round()
+
+    def prepare(self) -> None:
+        """Have all trainers take over `live`, if they have not: the next ones to join then begin at once."""
+        self._all_left = False
+        if self.live is None or self.live is self._prepared:
+            return
+        self._prepared = self.live
+        for slot in self._trainers.up:
+            self._trainers.post(slot, self._trainers.clients[slot].prepare(self.live))
 
     def slot_lost(self, slot: int) -> None:
         """The fleet found the slot lost (its lease ran out): whoever trained there no longer holds it."""
@@ -328,9 +343,8 @@ class Drafting:
 
     def _adopt(self, state: Blob) -> None:
         self.live = state
-        if not self._lanes:
-            for slot in self._trainers.up:
-                self._trainers.post(slot, self._trainers.clients[slot].prepare(state))
+        if not (self._lanes or self._all_left):
+            self.prepare()
         if self._checkpoints and (up := self._trainers.up):
             self._trainers.post(up[0], self._trainers.clients[up[0]].checkpoint(state))
         self._next_round()

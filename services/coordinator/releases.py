@@ -11,6 +11,8 @@ from services.core.errors import ServiceLostError
 from services.core.protocols import Blob, Clock
 from services.core.types import AcceptanceEstimate, RunEvent
 
+_Due = dict[int, int]  # slots that have not answered yet: their trainer's losses until then
+
 
 class Releases:
     """`frozen` is the state of version 0, kept for comparison; `served` that of the version published last. `gain`:
@@ -34,8 +36,9 @@ class Releases:
         self._turn = turn
         self._version = 0
         self._asked: Blob | None = None  # the live state that was last asked about
-        self._answers_due: dict[int, int] = {}  # slots that have not answered yet: their trainer's losses until then
-        self._exported: Blob | None = None  # of that state, for the rollout servers
+        self._due: _Due = {}  # what a verdict, and what follows from it, waits for
+        self._frozen_due: _Due = {}  # nobody decides anything by it
+        self._exported: Blob | None = None  # of the state that was asked about, for the rollout servers
         self.gain: float | None = None
         self.estimates: dict[str, AcceptanceEstimate] = {}
 
@@ -53,35 +56,51 @@ class Releases:
         self.go_on(self._version + 1, live)
 
     def estimate(self, live: Blob | None) -> None:
-        """Ask how well the live, the served and the first drafter fit the newest hidden states, before any of it is
-        trained on; None in a step without any, of which nothing can be said. Rollout waits for the answers: each
-        trainer is asked about some of them, and nobody twice about the same state. What turns out better is exported
-        at once: mostly the policy still trains, or is still being published."""
+        """Ask how well the live and the served drafter fit the newest hidden states, before any of it is trained on;
+        None in a step without any, of which nothing can be said. Rollout waits for the verdict: each trainer is asked
+        about some of them, and nobody twice about the same state. What turns out better is exported at once: mostly the
+        policy still trains, or is still being published. The first drafter is asked about behind that."""
         self.estimates, self._asked, self._exported, self.gain = {}, live, None, None
+        self._due, self._frozen_due = {}, {}
         newest, up = self._trainers.newest, self._trainers.up
-        self._answers_due = {}
         if newest is None or not up or live is None or self._served is None or self._frozen is None:
             return
         states = {"live": live, "served": self._served, "frozen": self._frozen}
         alike: dict[int, list[str]] = {}  # names of one and the same state
         for name, state in states.items():
             alike.setdefault(id(state), []).append(name)
-        groups = list(alike.values())
-        for place, slot in enumerate(up[: len(groups)]):
-            self._ask_about(slot, groups[place :: len(up)], states, newest)
+        frozen = alike.pop(id(self._frozen)) if len(alike[id(self._frozen)]) == 1 else None
+        groups, due = list(alike.values()), self._due
 
-    def _ask_about(self, slot: int, groups: Sequence[Sequence[str]], states: Mapping[str, Blob], newest: Blob) -> None:
+        def decided() -> None:
+            still_up = self._trainers.up
+            if due or not still_up:
+                return
+            if (self._found_gain() or 0) > 0:
+                self._export_beside(still_up[0], live, due)
+            if frozen is not None:
+                self._ask_about(still_up[-1], [frozen], states, newest, self._frozen_due, lambda: None)
+
+        for place, slot in enumerate(up[: len(groups)]):
+            self._ask_about(slot, groups[place :: len(up)], states, newest, due, decided)
+
+    def _ask_about(
+        self,
+        slot: int,
+        groups: Sequence[Sequence[str]],
+        states: Mapping[str, Blob],
+        newest: Blob,
+        due: _Due,
+        then: Callable[[], None],
+    ) -> None:
         trainers, client = self._trainers, self._trainers.clients[slot]
         asked = {names[0]: states[names[0]] for names in groups}
-
-        due = self._answers_due
 
         def heard(estimates: Sequence[AcceptanceEstimate]) -> None:
             del due[slot]
             for names, estimate in zip(groups, estimates, strict=True):
                 self.estimates |= {name: replace(estimate, drafter=name) for name in names}
-            if not due and self._is_better():
-                self._export_beside(due)
+            then()
 
         def gone(reason: str) -> None:
             del due[slot]
@@ -92,12 +111,9 @@ class Releases:
         due[slot] = trainers.losses[slot]
         trainers.identified(slot, ask)
 
-    def _export_beside(self, due: dict[int, int]) -> None:
-        trainers, live, slot = self._trainers, self._asked, next(iter(self._trainers.up), None)
-        if live is None or slot is None:
-            return
-        pending, blob = trainers.clients[slot].export(live)
-        due[slot] = trainers.losses[slot]
+    def _export_beside(self, slot: int, state: Blob, due: _Due) -> None:
+        trainers = self._trainers
+        pending, blob = trainers.clients[slot].export(state)
 
         def exported(_: int) -> None:
             del due[slot]
@@ -106,11 +122,16 @@ class Releases:
         def gone(reason: str) -> None:
             del due[slot]
 
+        due[slot] = trainers.losses[slot]
         trainers.post(slot, pending, exported, gone)
 
     def settle(self) -> None:
         """Wait until whoever was asked because of `estimate` has answered, or is lost."""
-        while any(self._trainers.losses[slot] == before for slot, before in self._answers_due.items()):
+        self._wait(self._due)
+        self._wait(self._frozen_due)
+
+    def _wait(self, due: _Due) -> None:
+        while any(self._trainers.losses[slot] == before for slot, before in due.items()):
             self._turn()
 
     def publish_first(self) -> Published | None:
@@ -132,9 +153,11 @@ class Releases:
         live = self._asked
         if live is None or live is self._served:
             return None
-        self.settle()
+        self._wait(self._due)
         self.gain = self._found_gain()
-        if not self._is_better():
+        if self.gain is None:
+            return None  # a trainer was lost before it answered: the next step asks again
+        if self.gain <= 0:
             self._tell_kept()
             return None
         version, exported = self._version + 1, self._exported
@@ -145,17 +168,9 @@ class Releases:
 
     def _found_gain(self) -> float | None:
         new, old = (self.estimates.get(name) for name in ("live", "served"))
-        if new is None or old is None:
-            return None  # a trainer was lost before it answered: the next step asks again
-        return new.acceptance_length / old.acceptance_length - 1
-
-    def _is_better(self) -> bool:
-        gain = self._found_gain()
-        return gain is not None and gain > 0
+        return None if new is None or old is None else new.acceptance_length / old.acceptance_length - 1
 
     def _tell_kept(self) -> None:
-        if self.gain is None:
-            return
         new, old = (self.estimates[name].acceptance_length for name in ("live", "served"))
         self._tell(
             "drafter_kept",

@@ -140,10 +140,9 @@ class DrafterService:
         self._checkpoints.save(snapshot_of(state, self._trainer.method))
 
     def export(self, state: DrafterState) -> tuple[int, dict[str, Tensor]]:
-        """(number of tensors, the trainable tensors only), as rollout servers load them."""
+        """(number of tensors, the trainable tensors only), as rollout servers load them: those of `state` itself."""
         check_tensors(state["tensors"], self._trainer.method.names(), "drafter export")
-        tensors = {name: t.clone() for name, t in state["tensors"].items()}
-        return len(tensors), tensors
+        return len(state["tensors"]), state["tensors"]
 
     def estimate(self, drafters: dict[str, DrafterState], tensors: list[HiddenStates]) -> list[AcceptanceEstimate]:
         """Offline acceptance of each drafter on the same hidden states, in the order of `drafters`.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from tests.services.coordinator.fakes import FakeDrafter
 from tests.services.coordinator.world import SGLANG, World, tiny_config
 
 SNAPSHOT_S = 3.0
@@ -31,6 +34,32 @@ def test_whoever_joins_first_after_a_round_holds_its_state_already() -> None:
     assert len(trainers[0].prepared) > 2 and trainers[0].prepared == sorted(trainers[0].prepared)
     later = [held for t in trainers for trained, held in t.begun if trained]
     assert later and all(later)
+
+
+def test_what_a_round_came_to_is_judged_before_it_is_taken_over() -> None:
+    """Behind a phase rollout waits for the verdict, and a large state takes its time to be taken over."""
+    world = World(tiny_config(run={"steps": 6}, drafter=DRAFTER, placement={"policy": "colocated"}))
+    deciding, coordinator = [False], world.coordinator
+    train, load = coordinator.train_step, coordinator.load
+
+    def trained(batch: Any) -> None:
+        deciding[0] = True
+        train(batch)
+
+    def loaded() -> None:
+        deciding[0] = False
+        load()
+
+    class Trainer(FakeDrafter):
+        def prepare(self, state: Any) -> None:
+            assert not deciding[0]
+            super().prepare(state)
+
+    for i, drafter in enumerate(world.drafters):
+        drafter.instance = Trainer(i, world.clock)
+    coordinator.train_step, coordinator.load = trained, loaded  # type: ignore[method-assign]
+    coordinator.run()
+    assert all(d.instance.prepared for d in world.drafters)
 
 
 def test_a_policy_that_shares_the_gpus_does_not_wait_for_what_was_learned() -> None:

@@ -162,8 +162,7 @@ def test_export_is_the_trainable_tensors_only(build) -> None:
     count, tensors = service.export(state)
     assert count == len(tensors) and tensors.keys() == state["tensors"].keys()
     assert not any("embed" in n or "lm_head" in n for n in tensors)
-    tensors["fc.weight"].zero_()
-    assert state["tensors"]["fc.weight"].abs().sum() > 0
+    assert all(torch.equal(tensors[name], t) for name, t in state["tensors"].items())
 
 
 def test_estimate_compares_drafters_on_the_same_states(build, states) -> None:
