@@ -57,7 +57,7 @@ def result(
 
 
 def _figures(runs: Sequence[Run], mode: str) -> dict[str, Any]:
-    """Medians over the counted steps of all seeds; idle and drafting seconds are a mean step's, over all slots.
+    """Medians over the counted steps of all seeds; `mean_step` and what is idle are a mean step's, over all slots.
     `wall_s`: from the end of a step to the next one's, with what lies between the phases. `surprise_errors`: of the
     step furthest from 0; tens of them mean that speculation was not lossless, and the mode's figures are void."""
     steps = _steps(runs, mode)
@@ -70,6 +70,7 @@ def _figures(runs: Sequence[Run], mode: str) -> dict[str, Any]:
             used[name] = used.get(name, 0) + count
     return {
         **{phase: round(median(getattr(m, phase) for m in steps), 4) for phase in PHASES},
+        "mean_step": {phase: round(mean(getattr(m, phase) for m in steps), 4) for phase in PHASES},
         "wall_s": round(median(_wall_s(runs, mode)), 4),
         "rollout_share": round(sum(m.rollout_s for m in steps) / sum(step_s(m) for m in steps), 4),
         "tokens_per_s": round(sum(m.response_tokens for m in steps) / sum(m.rollout_s for m in steps), 1),

@@ -1,4 +1,4 @@
-"""A drawing of one run in several modes: what a step takes by phase, and the reward of each step."""
+"""A drawing of one run in several modes: what a mean step takes by phase, and the reward of each step."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def draw_modes(found: Mapping[str, Any]) -> str:
 
 
 def _bars(found: Mapping[str, Any]) -> str:
-    modes = found["modes"]
-    totals = {mode: sum(row[phase] for phase, _ in _PHASES) for mode, row in modes.items()}
+    """Means, whose phases add up to the step, as medians of them do not; and their ratios."""
+    modes = {mode: row["mean_step"] for mode, row in found["modes"].items()}
+    totals = {mode: sum(row.values()) for mode, row in modes.items()}
     frame = Frame(_WIDTH, _HEIGHT, (0.0, float(len(modes))), (0.0, 1.15 * max(totals.values())), top=40)
-    frame.text(8, 18, f"Seconds of a step ({found['clock']})", "head")
+    frame.text(8, 18, f"Seconds of a mean step ({found['clock']})", "head")
     frame.y_axis("")
     for i, (mode, row) in enumerate(modes.items()):
         x, width, base = frame.px(i + 0.2), frame.px(0.6) - frame.px(0.0), 0.0
@@ -43,7 +44,7 @@ def _bars(found: Mapping[str, Any]) -> str:
             shape = f'x="{x:.1f}" y="{frame.py(top):.1f}" width="{width:.1f}" height="{height:.1f}"'
             frame.add(f'<rect {shape} fill="{colour}"><title>{tip}</title></rect>')
             base = top
-        label = f"{fmt(found['speedup'].get(mode))} x off"
+        label = f"{fmt(found['speedup_same_steps'].get(mode))} x off"
         frame.text(frame.px(i + 0.5), frame.py(totals[mode]) - 6, label, "t", "middle")
         frame.text(frame.px(i + 0.5), _HEIGHT - frame.bottom + 16, mode, "t", "middle")
     _legend(frame, [(phase.removesuffix("_s"), colour) for phase, colour in _PHASES])

@@ -20,6 +20,7 @@ from deploy.provenance import ROOT
 from services.config.load import load_config
 from services.config.schema import RolloutConfig
 from services.core.errors import ConfigError, LongtailError
+from services.report.modes import draw_modes
 from services.report.rollouts_file import read_columns, rollouts_path
 from services.report.run_data import load_run
 from tests.deploy.tiny_run import make_model_folder, tiny_run
@@ -99,6 +100,9 @@ def test_steps_with_the_same_prompts_are_compared_where_medians_are_of_others(tm
     found = result(config, [lasting(off, (9, 1, 19, 1)), lasting(full, (9, 1, 9))], ("off", "full"), None, False)
     assert found["speedup_same_steps"] == {"off": 1.0, "full": round((2 + 20) / (2 + 10), 4)}
     assert found["speedup"]["full"] < 1, "the medians are of a short step and of half a long one"
+    means = found["modes"]["off"]["mean_step"]
+    assert sum(means.values()) == pytest.approx((2 + 20 + 2) / 3), "phases add up to a step"
+    assert f"{found['speedup_same_steps']['full']:.2f} x off" in draw_modes(found)
 
 
 def test_a_real_run_in_two_modes(tmp_path: Path) -> None:
