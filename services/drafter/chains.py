@@ -24,7 +24,7 @@ from torch import Tensor
 from services.models.packed import for_each_head
 
 aten = torch.ops.aten
-# Of the longest sequence's length: shorter ones are not in its group. On a processor padding costs time. On a GPU that is
+# Of the longest sequence's length: shorter ones are not in its group. On a processor padding costs time. On a GPU it is
 # cheap, and launching some fifty kernels for each group, forward and backward, is not.
 ALIKE = {"cpu": 0.7, "cuda": 0.3}
 KERNEL_SIZES = 8  # of what a head's size must be a multiple for the kernel
