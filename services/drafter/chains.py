@@ -26,7 +26,7 @@ from services.models.packed import for_each_head
 aten = torch.ops.aten
 # Of the longest sequence's length: shorter ones are not in its group. On a processor padding costs time. On a GPU it is
 # cheap, and launching some fifty kernels for each group, forward and backward, is not.
-ALIKE = {"cpu": 0.7, "cuda": 0.3}
+ALIKE, ALIKE_ON_GPU = 0.7, 0.3
 KERNEL_SIZES = 8  # of what a head's size must be a multiple for the kernel
 
 
@@ -52,9 +52,10 @@ def groups_of(begins: Sequence[int], lengths: Sequence[int], depth: int, device:
         ((length - depth, begin) for begin, length in zip(begins, lengths, strict=True) if length > depth), reverse=True
     )
     found: list[Group] = []
+    alike = ALIKE if device.type == "cpu" else ALIKE_ON_GPU
     while left:
         longest = left[0][0]
-        own = [(n, begin) for n, begin in left if n >= ALIKE[device.type] * longest]
+        own = [(n, begin) for n, begin in left if n >= alike * longest]
         left = left[len(own) :]
         counts, first = torch.tensor([n for n, _ in own]), torch.tensor([begin for _, begin in own])
         places = torch.minimum(torch.arange(longest), counts[:, None] - 1)
