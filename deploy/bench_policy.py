@@ -66,6 +66,7 @@ def run_bench(config: ClusterConfig, workload: Workload, repeats: int) -> dict[s
     return {
         "bench": "policy", **about, "workers": workers, "dtype": config.model.dtype, "repeats": repeats,
         "activation_checkpointing": config.policy.activation_checkpointing,
+        "reshard_after_forward": config.policy.reshard_after_forward,
         "optimizer_offload": config.policy.optimizer_offload, "micro_batch_tokens": config.policy.micro_batch_tokens,
         "parameters": matmul_parameters(spec), **vars(workload), **_medians(steps[1:], workers, about["card"]),
     }  # fmt: skip

@@ -34,6 +34,7 @@ FREE_WITHIN = (
     "policy.threads",
     "policy.micro_batch_tokens",
     "policy.activation_checkpointing",
+    "policy.reshard_after_forward",
     "policy.optimizer_offload",
 )
 

@@ -26,7 +26,7 @@ from services.models.packed import for_each_head
 aten = torch.ops.aten
 # Of the longest sequence's length: shorter ones are not in its group. On a processor padding costs time. On a GPU it is
 # cheap, and launching some fifty kernels for each group, forward and backward, is not.
-ALIKE, ALIKE_ON_GPU = 0.7, 0.3
+ALIKE, ALIKE_ON_GPU = 0.7, 0.15
 KERNEL_SIZES = 8  # of what a head's size must be a multiple for the kernel
 
 

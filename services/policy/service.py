@@ -73,6 +73,7 @@ class PolicyService:
         except torch.OutOfMemoryError as error:
             config = self._trainer.config
             smaller = "" if config.activation_checkpointing else "set policy.activation_checkpointing: true, "
+            smaller += "" if config.reshard_after_forward else "set policy.reshard_after_forward: true, "
             raise GpuMemoryError(
                 f"step {batch.step} of the policy does not fit its GPU: {smaller}lower policy.micro_batch_tokens "
                 f"({config.micro_batch_tokens}), or spread the policy over more GPUs with placement.policy_workers "

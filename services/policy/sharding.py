@@ -1,8 +1,8 @@
 """Fully sharded weights (FSDP2; Zhao et al. 2023, "PyTorch FSDP", and Rajbhandari et al. 2020, "ZeRO", stage 3).
 
 Each worker keeps 1/size of every weight, of its gradient and of AdamW's two moments. A layer's weights are gathered for
-its forward and again for its backward pass; gradients are summed, not averaged: the weight of each token is already
-that of the whole batch, see services/policy/loss.py.
+its forward and again for its backward pass, or once for both; gradients are summed, not averaged: the weight of each
+token is already that of the whole batch, see services/policy/loss.py.
 """
 
 from __future__ import annotations
@@ -27,18 +27,26 @@ def place(scorer: Scorer, device: torch.device, placed: Placed) -> None:
         placed(module)
 
 
-def shard(scorer: Scorer, team: Team, compute: torch.dtype | None, placed: Placed) -> None:
+def shard(scorer: Scorer, team: Team, compute: torch.dtype | None, placed: Placed, reshard: bool = True) -> None:
     """In place, `placed` after each part. `compute` is what weights are gathered in; they stay float32 where they are
-    kept, and gradients are summed in float32. Nothing stays gathered between passes, so that parameters may be read and
-    written at any time."""
+    kept, and gradients are summed in float32. Without `reshard` they stay gathered from the forward to the backward
+    pass, and behind a forward pass that none follows until `let_go`: gathered parameters are not those that AdamW and
+    checkpoints know."""
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=None if compute is None else torch.float32)
     offload = CPUOffloadPolicy() if team.offload else OffloadPolicy()
     for module in _parts(scorer):
-        fully_shard(module, mesh=team.mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=True)
+        fully_shard(module, mesh=team.mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # a divided sum is an operation that gloo lacks
         placed(module)
+
+
+def let_go(scorer: Scorer) -> None:
+    """Of what a forward pass without a backward pass has left gathered."""
+    for module in _parts(scorer):
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _parts(scorer: Scorer) -> list[nn.Module]:

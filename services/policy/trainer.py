@@ -37,7 +37,7 @@ from services.policy.loss import kl_to_reference, policy_loss, token_weights
 from services.policy.packs import Pack, make_packs
 from services.policy.recompute import recompute_layers
 from services.policy.residence import Residence
-from services.policy.sharding import own, place, placed_like, shard, whole
+from services.policy.sharding import let_go, own, place, placed_like, shard, whole
 from services.policy.surrogate import token_terms
 from services.policy.tally import Tally
 from services.policy.team import ALONE, Team
@@ -118,7 +118,8 @@ class PolicyTrainer:
         placed = partial(_send, self.residence) if away else _stay
         for scorer in filter(None, (self._scorer, self._reference)):
             if team.mesh is not None:
-                shard(scorer, team, compute, placed)
+                reshard = config.reshard_after_forward or scorer is self._reference
+                shard(scorer, team, compute, placed, reshard)
             else:
                 place(scorer, self.device, placed)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -232,7 +233,9 @@ class PolicyTrainer:
         enabled = self._autocast is not None
         with torch.autocast(self.device.type, dtype=self._autocast, enabled=enabled):
             scores: Scores = scorer(pack, aux_layers)
-            return scores
+        if not torch.is_grad_enabled():
+            let_go(scorer)
+        return scores
 
     @torch.no_grad()
     def _reference_logprobs(self, pack: Pack) -> Tensor | None:

@@ -29,7 +29,8 @@ ADVANTAGES = (1.0, -1.0, 0.5, -0.25, 2.0, -1.5, 0.0)
 
 @dataclass(frozen=True)
 class Case:
-    """`steps` train steps of a new model; `spoil`: the step in which every rollout is unusable."""
+    """`steps` train steps of a new model; `spoil`: the step in which every rollout is unusable;
+    `silent`: the one in which none has an advantage."""
 
     policy: Mapping[str, Any] = field(default_factory=dict)
     tied: bool = True
@@ -37,6 +38,7 @@ class Case:
     aux_layers: tuple[int, ...] = ()
     steps: int = 1
     spoil: int | None = None
+    silent: int | None = None
 
 
 @dataclass
@@ -59,7 +61,7 @@ def new_model(tied: bool = True) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
-def batch(step: int, spoiled: bool = False) -> TrainBatch:
+def batch(step: int, spoiled: bool = False, silent: bool = False) -> TrainBatch:
     g = torch.Generator().manual_seed(step)
 
     def ids(count: int) -> tuple[int, ...]:
@@ -74,7 +76,7 @@ def batch(step: int, spoiled: bool = False) -> TrainBatch:
         )
         for i, (prompt, response) in enumerate(LENGTHS)
     )  # fmt: skip
-    return TrainBatch(step, rollouts, ADVANTAGES)
+    return TrainBatch(step, rollouts, (0.0,) * len(rollouts) if silent else ADVANTAGES)
 
 
 def new_trainer(case: Case, team: Team = ALONE, away: bool = False) -> PolicyTrainer:
@@ -102,7 +104,7 @@ def outcome_of(case: Case, team: Team = ALONE) -> Outcome:
     made._optimizer.register_step_pre_hook(keep)
     made._scorer.register_forward_pre_hook(count)
     for number in range(1, case.steps + 1):
-        step = made.train_step(batch(number, number == case.spoil))
+        step = made.train_step(batch(number, number == case.spoil, number == case.silent))
         found.reports.append(step.report)
         found.hidden.append(step.hidden)
     found.state = made.state()

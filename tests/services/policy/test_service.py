@@ -128,9 +128,10 @@ def test_a_step_is_trained_on_once(model_folder, make_rollout) -> None:
     assert built.steps_done == 2 and built.version == 1, "no signal: the step counts, the version stays"
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_step_that_does_not_fit_the_gpu_says_what_makes_it_smaller(model_folder, make_rollout, checkpointing) -> None:
-    built = service(model_folder(), activation_checkpointing=checkpointing, micro_batch_tokens=512)
+@pytest.mark.parametrize("thrifty", [False, True])
+def test_a_step_that_does_not_fit_the_gpu_says_what_makes_it_smaller(model_folder, make_rollout, thrifty) -> None:
+    settings = {"activation_checkpointing": thrifty, "reshard_after_forward": thrifty, "micro_batch_tokens": 512}
+    built = service(model_folder(), **settings)
 
     def full(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 334.00 MiB. GPU 0 has 139.80 GiB.")
@@ -140,7 +141,8 @@ def test_a_step_that_does_not_fit_the_gpu_says_what_makes_it_smaller(model_folde
         GpuMemoryError, match=r"micro_batch_tokens \(512\).*policy_workers \(CUDA out of memory\)"
     ) as told:
         built.train_step(TrainBatch(1, (make_rollout(0), make_rollout(1)), (1.0, -1.0)))
-    assert ("activation_checkpointing: true" in str(told.value)) is not checkpointing
+    for setting in ("activation_checkpointing: true", "reshard_after_forward: true"):
+        assert (setting in str(told.value)) is not thrifty
     assert built.steps_done == built.version == 0
 
 

@@ -36,7 +36,17 @@ CASES = {
     "corrected": Case({"correction": CorrectionConfig(level="geometric", mode="mask", low=0.35, high=10.0)}),
     "several updates": Case({"updates_per_step": 2, "inner_epochs": 2, "micro_batch_tokens": 64}, steps=2),
     "a step of nothing": Case(steps=3, spoil=2),
+    "no signal": Case(steps=2, silent=2),
+    "gathered": Case({"reshard_after_forward": False, "micro_batch_tokens": 64, "kl_coef": 0.1}, aux_layers=(0, 1)),
+    "gathered, recomputed": Case({"reshard_after_forward": False, "activation_checkpointing": True}),
+    "gathered, several updates": Case(
+        {"reshard_after_forward": False, "updates_per_step": 2, "inner_epochs": 2, "micro_batch_tokens": 64}, steps=2
+    ),
+    "gathered, no signal": Case({"reshard_after_forward": False}, steps=2, silent=2),
 }
+WITH_STATES = (
+    "dapo 64", "aux", "recomputed", "several updates", "a step of nothing", "gathered", "gathered, no signal",
+)  # fmt: skip
 # No ratio: a token at the edge of a clip would be in or out of the gradient by a rounding.
 HALF = Case(compute=torch.bfloat16, policy={"micro_batch_tokens": 64, "algorithm": Rloo()})
 
@@ -102,7 +112,7 @@ def test_two_workers_compute_what_one_does(
         assert (theirs.warnings, theirs.corrected_fraction) == (ours.warnings, ours.corrected_fraction)
 
 
-@pytest.mark.parametrize("name", ["dapo 64", "aux", "recomputed", "several updates", "a step of nothing"])
+@pytest.mark.parametrize("name", WITH_STATES)
 def test_the_worker_that_leads_has_every_rollouts_states(
     name: str, alone: dict[str, Outcome], both: list[dict[str, Outcome]]
 ) -> None:
