@@ -1,8 +1,8 @@
 """What things cost, from recorded runs of one strategy each.
 
 Rounds and the prefill rate (`lockstep`), the policy trainer's seconds (a + b per token that it learns from, neither
-below zero, relative errors made small), the medians of publishing and of waiting for rewards. A colocated policy's
-memory switches lie within training and publishing, as recorded.
+below zero, relative errors made small and their sum kept), the means of publishing and of waiting for rewards. A
+colocated policy's memory switches lie within training and publishing, as recorded.
 
 Assumed: a message takes no time (where the coordinator's answers hold up a server, rounds were recorded so much longer;
 what a phase takes before and behind its servers' work is added to each); loading a policy is a part of publishing. What
@@ -233,6 +233,9 @@ def seconds_of(runs: Sequence[RecordedRun]) -> Seconds:
     trained = [(step.metrics.policy_s, step.tokens(run.of_flat)) for run in runs for step in run.counted]
     rows = [(1 / policy_s, tokens / policy_s) for policy_s, tokens in trained if policy_s > 0]
     a, b = nonnegative(rows, [1.0] * len(rows)) if rows else (0.0, 0.0)
-    publish = median(step.metrics.publish_s for step in steps)
-    reward = median(step.metrics.reward_s for step in steps)
-    return replace(NOTHING, policy_step=a, policy_token=b, publish=publish, reward=reward)
+    # Steps that were slow by chance have small relative errors: alone, these would make all steps too quick.
+    fitted = sum(a + b * tokens for _, tokens in trained)
+    kept = sum(policy_s for policy_s, _ in trained) / fitted if fitted else 0.0
+    publish = mean(step.metrics.publish_s for step in steps)
+    reward = mean(step.metrics.reward_s for step in steps)
+    return replace(NOTHING, policy_step=kept * a, policy_token=kept * b, publish=publish, reward=reward)

@@ -3,7 +3,7 @@
 What decides is verification: it asks for several positions of each request, and SGLang's Triton kernel for that goes
 through a request's whole context in one block of the GPU (its kernel for one position shares the context out among
 many). So a round takes the longer the longer the context, however few requests run: just where a tail of long
-responses ends. FlashAttention-3 shares it out (figures: README, "What a round costs").
+responses ends. FlashAttention-3 shares it out (figures: docs/strategies.md).
 """
 
 from __future__ import annotations

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
 from services.config.schema import ClusterConfig
 from services.core.errors import DataError
 from services.simulator.lockstep import Response
-from services.simulator.recorded import basis_of, check_alike
+from services.simulator.recorded import basis_of, check_alike, seconds_of
 from services.simulator.run_record import RecordedRun, read_run
 from services.speculation.cost_table import CostTable
 from services.speculation.round import RoundView
@@ -49,6 +50,21 @@ def test_a_slow_moment_of_almost_full_batches_does_not_make_full_ones_dear(runs:
     basis = basis_of([replace(runs["off"], steps=(replace(step, responses=own),))])
     full = basis.table.seconds(OFF, RoundView(16, 16 * 60)).total
     assert full < 0.015
+
+
+def test_steps_that_were_slow_by_chance_count_as_they_took(runs: Mapping[str, RecordedRun]) -> None:
+    """Processors change their pace: every second step took twice as long. What is predicted are means."""
+    run, spoilt = runs["off"], []
+    for step in run.steps:
+        times = 1 + len(spoilt) % 2
+        slow = {name: times * getattr(step.metrics, name) for name in ("policy_s", "publish_s", "reward_s")}
+        spoilt.append(replace(step, metrics=replace(step.metrics, **slow)))
+    other = replace(run, steps=tuple(spoilt))
+    seconds = seconds_of([other])
+    tokens = mean(step.tokens(other.of_flat) for step in other.counted)
+    took = {name: mean(getattr(s.metrics, name) for s in other.counted) for name in slow}
+    assert seconds.policy_step + seconds.policy_token * tokens == pytest.approx(took["policy_s"])
+    assert (seconds.publish, seconds.reward) == (pytest.approx(took["publish_s"]), pytest.approx(took["reward_s"]))
 
 
 # ---------------------------------------------------------------------------- refusals
