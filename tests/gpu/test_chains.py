@@ -22,6 +22,7 @@ from services.drafter.trainer import DrafterTrainer
 from services.models.hidden import HiddenStates
 from services.models.layers import ModelSpec, model_spec
 
+NEEDS_MODEL = False  # for the folder's conftest
 HEADS, KV_HEADS, SIZE = 32, 4, 64
 REPEATS = 7
 SHAPE = {
