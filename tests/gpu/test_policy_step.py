@@ -28,8 +28,8 @@ from services.policy.trainer import PolicyTrainer
 
 NEEDS_MODEL = False  # for the folder's conftest
 NEEDED_GB = 110  # weights, gradients and AdamW's moments in float32, 48 GB, its update beside them, activations
-LAYERS, LONGEST, ROUNDS = 64, 2500, 3
-TOKENS = (3000, 8000, 16000)
+LAYERS, LONGEST, ROUNDS = 64, 2500, 2
+TOKENS = (3000, 16000)
 WAYS: dict[str, dict[str, bool]] = {
     "recomputed, gathered twice": {"activation_checkpointing": True, "reshard_after_forward": True},
     "kept, gathered twice": {"activation_checkpointing": False, "reshard_after_forward": True},
