@@ -25,10 +25,11 @@ from services.core.types import TrainBatch
 from services.models.device import pick_device
 from services.policy.team import Team, joined_team
 from services.policy.trainer import PolicyTrainer
+from tests.gpu.test_chains import SHAPE
 
 NEEDS_MODEL = False  # for the folder's conftest
 NEEDED_GB = 110  # weights, gradients and AdamW's moments in float32, 48 GB, its update beside them, activations
-LAYERS, LONGEST, ROUNDS = 64, 2500, 2
+LONGEST, ROUNDS = 2500, 2
 TOKENS = (3000, 16000)
 WAYS: dict[str, dict[str, bool]] = {
     "recomputed, gathered twice": {"activation_checkpointing": True, "reshard_after_forward": True},
@@ -50,12 +51,8 @@ def team(tmp_path: Path) -> Iterator[Team]:
 
 def trainer(team: Team, **settings: Any) -> PolicyTrainer:
     torch.manual_seed(0)
-    shape = Qwen3Config(
-        vocab_size=96, hidden_size=2048, intermediate_size=6144, num_hidden_layers=LAYERS, num_attention_heads=32,
-        num_key_value_heads=4, head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True,
-    )  # fmt: skip
     with torch.device("cuda:0"):
-        model = Qwen3ForCausalLM(shape).float()
+        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE)).float()
     config = PolicyConfig(learning_rate=5e-6, micro_batch_tokens=8192, **settings)
     return PolicyTrainer(model, config, time.perf_counter, torch.bfloat16, (), False, team, team.device)
 
@@ -65,7 +62,7 @@ def batch(tokens: int) -> tuple[int, TrainBatch]:
 
     def drawn(seed: int) -> tuple[int, TrainBatch]:
         workload = Workload(max(2, tokens // 1400), 4, 60, 250, LONGEST)
-        made = made_up(1, workload, 96, random.Random(seed))
+        made = made_up(1, workload, SHAPE["vocab_size"], random.Random(seed))
         return sum(len(r.prompt_ids) + len(r.response_ids) for r in made.rollouts), made
 
     return min((drawn(seed) for seed in range(60)), key=lambda found: abs(found[0] - tokens))
@@ -99,7 +96,7 @@ def test_a_step(team: Team, save: Callable[[str, dict[str, Any]], None]) -> None
     ]  # fmt: skip
     for row in rows:
         print(row)
-    save("policy_step_3b_shape", {"layers": LAYERS, "micro_batch_tokens": 8192, "workers": 1, "rows": rows})
+    save("policy_step_3b_shape", {"layers": SHAPE["num_hidden_layers"], "micro_batch_tokens": 8192, "workers": 1, "rows": rows})
     first, *others = WAYS
     for tokens in TOKENS:
         for way in others:
