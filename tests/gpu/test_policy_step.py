@@ -96,7 +96,10 @@ def test_a_step(team: Team, save: Callable[[str, dict[str, Any]], None]) -> None
     ]  # fmt: skip
     for row in rows:
         print(row)
-    save("policy_step_3b_shape", {"layers": SHAPE["num_hidden_layers"], "micro_batch_tokens": 8192, "workers": 1, "rows": rows})
+    save(
+        "policy_step_3b_shape",
+        {"layers": SHAPE["num_hidden_layers"], "micro_batch_tokens": 8192, "workers": 1, "rows": rows},
+    )
     first, *others = WAYS
     for tokens in TOKENS:
         for way in others:
