@@ -129,8 +129,8 @@ class PolicyConfig(Section):
     `activation_checkpointing`: a layer's activations are computed again in the backward pass, which is slower and takes
     a fraction of the memory. `reshard_after_forward` false: of several workers each keeps the weights that it gathered
     for the forward pass until the backward pass, 2 bytes for each in bfloat16, instead of gathering them again.
-    `optimizer_offload`: between steps the weights in float32 and AdamW's state lie in host
-    memory, where the update is computed too."""
+    `optimizer_offload`: between steps the weights in float32 and AdamW's state lie in host memory, where the update is
+    computed too."""
 
     learning_rate: float = Field(1e-4, gt=0)
     decay_steps: int = Field(0, ge=0)  # the learning rate falls linearly to zero over so many steps; 0: constant

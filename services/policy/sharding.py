@@ -27,7 +27,7 @@ def place(scorer: Scorer, device: torch.device, placed: Placed) -> None:
         placed(module)
 
 
-def shard(scorer: Scorer, team: Team, compute: torch.dtype | None, placed: Placed, reshard: bool = True) -> None:
+def shard(scorer: Scorer, team: Team, compute: torch.dtype | None, placed: Placed, reshard: bool) -> None:
     """In place, `placed` after each part. `compute` is what weights are gathered in; they stay float32 where they are
     kept, and gradients are summed in float32. Without `reshard` they stay gathered from the forward to the backward
     pass, and behind a forward pass that none follows until `let_go`: gathered parameters are not those that AdamW and

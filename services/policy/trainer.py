@@ -118,6 +118,7 @@ class PolicyTrainer:
         placed = partial(_send, self.residence) if away else _stay
         for scorer in filter(None, (self._scorer, self._reference)):
             if team.mesh is not None:
+                # behind the reference's forward pass comes no backward pass
                 reshard = config.reshard_after_forward or scorer is self._reference
                 shard(scorer, team, compute, placed, reshard)
             else:

@@ -22,14 +22,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from deploy.bench_policy import Workload, made_up
 from services.config.policy import PolicyConfig
 from services.core.types import TrainBatch
-from services.models.device import pick_device
+from services.models.device import free_cache, pick_device
 from services.policy.team import Team, joined_team
 from services.policy.trainer import PolicyTrainer
 from tests.gpu.test_chains import SHAPE
 
 NEEDS_MODEL = False  # for the folder's conftest
 NEEDED_GB = 110  # weights, gradients and AdamW's moments in float32, 48 GB, its update beside them, activations
-LONGEST, ROUNDS = 2500, 2
+LONGEST, PACK_TOKENS, ROUNDS = 2500, 8192, 2
 TOKENS = (3000, 16000)
 WAYS: dict[str, dict[str, bool]] = {
     "recomputed, gathered twice": {"activation_checkpointing": True, "reshard_after_forward": True},
@@ -53,7 +53,7 @@ def trainer(team: Team, **settings: Any) -> PolicyTrainer:
     torch.manual_seed(0)
     with torch.device("cuda:0"):
         model = Qwen3ForCausalLM(Qwen3Config(**SHAPE)).float()
-    config = PolicyConfig(learning_rate=5e-6, micro_batch_tokens=8192, **settings)
+    config = PolicyConfig(learning_rate=5e-6, micro_batch_tokens=PACK_TOKENS, **settings)
     return PolicyTrainer(model, config, time.perf_counter, torch.bfloat16, (), False, team, team.device)
 
 
@@ -88,7 +88,7 @@ def test_a_step(team: Team, save: Callable[[str, dict[str, Any]], None]) -> None
                 losses.setdefault((way, tokens), report.loss)
             del made
             gc.collect()
-            torch.cuda.empty_cache()
+            free_cache(team.device)
     rows = [
         {"way": way, "tokens": work[tokens][0], "seconds": round(median(found), 4),
          "all": [round(s, 3) for s in found], "peak_gb": round(peaks[way, tokens] / 1e9, 1)}
@@ -98,7 +98,7 @@ def test_a_step(team: Team, save: Callable[[str, dict[str, Any]], None]) -> None
         print(row)
     save(
         "policy_step_3b_shape",
-        {"layers": SHAPE["num_hidden_layers"], "micro_batch_tokens": 8192, "workers": 1, "rows": rows},
+        {"layers": SHAPE["num_hidden_layers"], "micro_batch_tokens": PACK_TOKENS, "workers": 1, "rows": rows},
     )
     first, *others = WAYS
     for tokens in TOKENS:
